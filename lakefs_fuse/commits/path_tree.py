@@ -178,11 +178,8 @@ class PathTree:
         self, batch: Batch, parent: int, path: str, flags: int, file: Entry | None, **attributes: int
     ) -> Entry:
         """Insert a missing directory; ``file`` is the file with its name, if any. The caller calls `notify`."""
-        if file is not None and (file.stamp or self.keeps(file)):
+        if file is not None:
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
-        elif file is not None:
-            self.tree.remove(batch, file)
-            self.tree.forget_listing(batch, parent)
         entry = self.tree.insert(batch, parent, path.rpartition("/")[2].encode(*schema.PATH), flags, **attributes)
         self._directories[path] = entry.inode
         return entry
@@ -441,8 +438,8 @@ class _CarryOver:
     def _is_covered(self, names: Sequence[tuple[str, Entry]], move: tuple[str, str]) -> bool:
         """Return whether the record says where all names are now, and what now has their earlier names.
 
-        It must be the newest that is known of them. Files that a directory hides, or that are not in the store yet,
-        need no operation."""
+        It must be the newest that is known of them. Files that are not in the store yet need no operation. One that a
+        directory hides does: if the node that renamed had not heard of it, it stays."""
         source, target = move
         sources = [path + "/" if found.flags & Flag.DIRECTORY else path for path, found in names]
         keys = [target + path[len(source) :] for path in sources]
@@ -450,7 +447,7 @@ class _CarryOver:
         for (before, found), old, key, tombstone in zip(names, sources, keys, tombstones, strict=True):
             if found.stamp > self._stamp:
                 return False
-            if found.flags & (Flag.LOCAL | Flag.SHADOWED):
+            if found.flags & Flag.LOCAL:
                 continue
             operation, removal = self._made.get(key), self._gone.get(old)
             if (
@@ -656,7 +653,7 @@ def _attach(
     hidden, directory = paths.tree.named_many([(parent, name), (parent, name + b"/")])
     if hidden is not None and directory is not None and directory.inode in leaving:
         hidden = msgspec.structs.replace(hidden, flags=hidden.flags & ~Flag.SHADOWED)  # see `show_file`
-    if hidden is not None and entry.flags & Flag.DIRECTORY and hidden.inode not in leaving and hidden.stamp:
+    if hidden is not None and entry.flags & Flag.DIRECTORY and hidden.inode not in leaving:
         paths.tree.update(batch, msgspec.structs.replace(hidden, flags=hidden.flags | Flag.SHADOWED))
         hidden = None  # nothing removes it
     for there in (hidden, directory):

@@ -1526,6 +1526,35 @@ def test_file_that_a_directory_hides_stays_when_that_is_exchanged_with_another(t
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
+def test_file_that_a_directory_hides_stays_if_a_rename_of_the_directory_above_does_not_name_it(
+    tmp_path: Path, is_listed: bool
+) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), mkdir("d/name"))
+        rename = n.rename("d", "e")  # by a node that has not heard of the file
+        if is_listed:
+            n.list(plain("d/name", "e1", 2), directory="d")
+        else:
+            n.commit(2, put("d/name", 7))
+        assert n.found("d/name").is_dir
+        n.commit(3, change=rename, writer="0000000b")
+        assert not n.found("d/name").is_dir
+        n.commit(4, Remove("e/name", directory=True))
+        assert n.find("e/name") is None
+
+
+def test_object_that_a_listing_has_shown_is_hidden_by_a_directory_until_that_is_removed(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("d", "e1", 1))
+        n.commit(2, mkdir("d"))
+        assert n.found("d").is_dir
+        n.list(plain("d", "e1", 1))
+        assert n.found("d").is_dir
+        n.commit(3, Remove("d", directory=True))
+        assert n.found("d").etag == "e1"
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
 def test_copy_of_a_file_that_was_removed_before_its_relocation_is_hidden(tmp_path: Path, is_listed: bool) -> None:
     """Also where a listing has shown it before that."""
     with node(tmp_path) as n:

@@ -769,6 +769,7 @@ class Simulation:
             old_path, new_path = str(begun[0]), str(begun[1])
             _refuse_loop(old_path, new_path)
             moves = [(old_path, new_path)] + ([(new_path, old_path)] if op.flags & RENAME_EXCHANGE else [])
+            moves = [] if old_path == new_path else moves
             registered: set[tuple[str, Version]] = set()
 
             def register() -> None:
@@ -779,8 +780,13 @@ class Simulation:
             is_moved = entry.is_dir and old_path != new_path and not self._is_writeback
             closed = self._views.closed_below(old_path) if is_moved else []
             register()
-            again = register if len(moves) == 1 else lambda: None  # what was exchanged looks like what is to be
-            with self._watched(node, old_path, again):
+
+            def changed() -> None:
+                # What was exchanged looks like what is to be, and a file is seen that a renamed directory has hidden.
+                if len(moves) == 1 and self._is_directory(node, old_path) == entry.is_dir:
+                    register()
+
+            with self._watched(node, old_path, changed):
                 await fs.rename(parent, name, target, renamed, op.flags)
             ended = node.path_in(parent, name), node.path_in(target, renamed)
             # What was closed below it meanwhile goes where its directory is now.
@@ -985,7 +991,8 @@ class Simulation:
                 return  # it was there; what had come from there has gone back, or another's rename has moved it, too
         else:
             return
-        for version in found:
+        first = sorted(found, key=lambda version: version.number)[:1]
+        for version in first if data == DIRECTORY else found:  # a directory is one, however often it was made
             registered.add((old, version))
             moved = self._put(call, node, new, version.data, frozenset(), origin=version)
             removal = self._remove(call, node, old, found, is_rename=True)  # one of them

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import trio.testing
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import COMMITS, STORED_MAX, Operation, Record, Remove
+from lakefs_fuse.commits.record import COMMITS, OWN, STORED_MAX, Operation, Put, Record, Remove
 from lakefs_fuse.errors import CacheFull, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -509,6 +510,64 @@ async def test_object_stored_in_a_directory_whose_only_known_name_another_node_t
         assert await reader.names("d/e") == ["file"]
 
 
+def give_commit(store: MemoryStore, time: int, operation: Operation) -> None:
+    record = record_of(time=time)
+    store.give(commit_key(time, record.writer), commit_of({}, record=record, more=[operation]))
+
+
+async def test_object_is_asked_for_again_when_another_one_of_its_name_turns_out_to_be_removed(tmp_path: Path) -> None:
+    """That one had replaced it, and belongs to another name; its commit is the earlier one."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, metadata_ttl_s=NEVER_S) as m:
+        etag = store.give("f", b"here").etag
+        assert await m.names() == ["f"]
+        give_commit(store, clock.now_ns + 2, Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides=etag))
+        await m.poll()
+        give_commit(store, clock.now_ns + 1, Remove("f", hides=store.give("f", b"there").etag))
+        await m.poll()
+        assert await m.names() == []
+
+
+async def test_directories_of_a_name_whose_object_was_replaced_and_removed_are_gone_with_it(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, metadata_ttl_s=NEVER_S) as m:
+        assert await m.names() == []
+        give_commit(store, clock.now_ns + 1, Remove("d/e/f", hides=store.give("d/e/f", b"there").etag))
+        give_commit(store, clock.now_ns + 2, Put("d/e/f", OWN, 0, 4, 0o644, 0, 0, 0, hides="another"))
+        await m.poll()
+        entry = m.parts.namespace.tree.child(ROOT_INODE, b"d")
+        assert entry is not None and await m.read_directory(entry.inode) == []
+        assert await m.names() == []
+
+
+async def test_directory_that_another_node_renamed_is_gone_once_what_was_stored_in_it_has_the_new_name(
+    tmp_path: Path,
+) -> None:
+    """Its writer had not heard of the rename, and lists the directory above before it commits where the object is."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never", metadata_ttl_s=NEVER_S) as (writer, mover):
+        await writer.mkdir("d")
+        await writer.write("d/file", b"first")
+        await writer.sync()
+        await mover.poll()
+        assert await mover.tree() == {"d": None, "d/file": b"first"}
+        await mover.rename("d", "e")
+        await mover.sync()
+        with held_fresh(writer):
+            await writer.write("d/file", b"second")
+        heads = count()
+        store.hook = pause = Pause(lambda each: (each.what, each.key) == ("head", "d/file") and next(heads) == 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.poll)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await writer.parts.namespace.list_directory(ROOT_INODE)
+            assert await writer.names() == ["d", "e"]
+            pause.resume()
+        with trio.fail_after(10):
+            await writer.parts.renamed.wait_adopted()
+        assert await writer.names() == ["e"] and await writer.read("e/file") == b"second"
+
+
 @asynccontextmanager
 async def three_nodes(store: MemoryStore, tmp_path: Path, *paths: str) -> AsyncIterator[tuple[Lake, Lake, Lake]]:
     """One that stores files, one that renames directories, and one that only reads. They list these directories, and
@@ -607,6 +666,28 @@ async def test_object_announced_under_the_name_of_a_file_written_here_is_seen_on
             elsewhere = {"e": None, "e/file": b"written"}
         await mover.close(handle)
         assert await mover.tree() == {"d": None, "d/file": b"bytes"} | elsewhere
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+@pytest.mark.parametrize("is_here", [True, False])
+async def test_object_announced_under_the_name_of_a_directory_is_seen_once_that_is_gone(
+    tmp_path: Path, is_here: bool, is_listed: bool
+) -> None:
+    """Its writer had not heard of the directory. The object is at its key, also for a node that has asked for it."""
+    async with three_nodes(MemoryStore(), tmp_path, "d") as (writer, mover, other):
+        await mover.mkdir("d/name")
+        with held_fresh(writer):
+            await writer.write("d/name", b"bytes")
+        await mover.sync()
+        await announce(writer, mover, other)
+        if is_listed:
+            assert [await each.names("d") for each in (mover, other)] == [["name"], ["name"]]
+        await mover.rename("d/name", "e")
+        await mover.sync()
+        await other.poll()
+        await writer.poll()
+        assert await (mover if is_here else other).tree() == {"d": None, "d/name": b"bytes", "e": None}
+        assert await writer.tree() == {"d": None, "d/name": b"bytes", "e": None}
 
 
 async def test_object_announced_in_a_directory_while_it_is_made_again_here_is_seen(tmp_path: Path) -> None:

@@ -269,8 +269,9 @@ async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_
         assert await other.names() == here == []
 
 
-async def test_object_that_a_listing_misses_before_the_store_is_asked_leaves_the_name_as_it_is_here(
-    tmp_path: Path,
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_object_that_a_listing_misses_while_the_store_is_asked_leaves_the_name_as_it_is_here(
+    tmp_path: Path, when: When
 ) -> None:
     store, clock = MemoryStore(), Clock()
     async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
@@ -279,7 +280,7 @@ async def test_object_that_a_listing_misses_before_the_store_is_asked_leaves_the
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        store.hook = pause = Pause(head_before_commit("f"))
+        store.hook = pause = Pause(head_before_commit("f"), when=when)
         assert await m.names() == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         store.take("f")

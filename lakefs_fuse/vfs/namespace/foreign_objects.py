@@ -219,6 +219,9 @@ class ForeignObjects:
         except LakeError as error:
             log.warning("%d replaced objects are committed later: %s", len(found), error)
             failed += found
+        else:
+            seen = [(inode, *batch[inode]) for inode, meta in found.items() if meta is not None]
+            failed += [inode for inode, path, row in seen if self._is_forgotten(path, row.etag)]  # deleted since
         return failed
 
     def _change(self, batch: dict[int, tuple[str, Entry]], found: dict[int, ObjectMeta | None]) -> Change:

@@ -7,6 +7,9 @@ names that the next LIST removes; a change by this node between them (``touched`
 node changed since the LIST began (``touched``), and files that are being written (``keep``), stay as they are, because
 the page is older than this node's state.
 
+A file that a directory of the same name hides keeps a row that says so (*hidden files have rows*), so that it is shown
+when the directory goes, whatever takes that away.
+
 Another version of a file gets another inode, so that no open handle and no page of the kernel mixes two versions.
 
 A name stays as commits set it, unless the LIST shows a plain object that the commit did not know and that is not older.
@@ -192,7 +195,8 @@ class DirectoryMerge:
         self.names = 0
         """Number of names found so far that were not known before, as a measure of progress."""
         self._hidden: dict[Hidden, set[int]] = {}
-        self._shadowed: dict[bytes, ObjectMeta] = {}
+        self._shadowed: set[bytes] = set()
+        """Names of files that directories of the same name hid at some time during this LIST."""
         self._places: dict[bytes, int] = {}
         """Cookies of files that a directory of the same name replaced: it keeps the cookie, which readers may have
         read."""
@@ -219,7 +223,6 @@ class DirectoryMerge:
 
     def apply(self, names: PageNames) -> None:
         """Merge one page, and commit it. Raises CacheError."""
-        batch = Batch()
         for reason, component in names.hidden:
             self._hidden.setdefault(reason, set()).add(
                 xxhash.xxh3_64_intdigest(component.encode("utf-8", "surrogatepass"))
@@ -227,6 +230,7 @@ class DirectoryMerge:
         directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
         if directories or (names.found and self._has_removed()):
             self._is_blank = False
+        batch = Batch()
         if self._is_blank:
             self._merge_first(batch, names.found)
         else:
@@ -234,6 +238,9 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit_volatile(batch)
+        for hidden in names.found if directories else ():
+            if hidden.meta is not None and hidden.name in directories:  # after its directory, which hides it
+                self._merge_alone(hidden)
         self._report_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
@@ -277,16 +284,16 @@ class DirectoryMerge:
         """Record that the directory was listed at the time at which the merge began. Call `remove_missing` before.
         Raises CacheError."""
         batch = Batch()
-        for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
-            self._merge(batch, Found(name, self._shadowed.pop(name)))
         hidden = {reason: len(keys) for reason, keys in self._hidden.items()}
+        files = self._tree.named_many((self._directory, name) for name in self._shadowed)
+        shadowed = [file for file in files if file is not None and file.flags & Flag.SHADOWED]
         listing = Listing(
             self._now_ns,
-            self.names + self._confirmed_count,
+            self.names + self._confirmed_count - sum(file.cookie < self.first_cookie for file in shadowed),
             hidden.get(Hidden.COMPONENT, 0),
             hidden.get(Hidden.NUL, 0),
             hidden.get(Hidden.LONG, 0),
-            len(self._shadowed),
+            len(shadowed),
         )
         self._tree.set_listing(batch, self._directory, listing)
         self._db.commit_volatile(batch)
@@ -301,12 +308,11 @@ class DirectoryMerge:
         if name + b"/" in here and name not in self._touched and self._is_ghost(name):
             del here[name + b"/"]
             self.ghosts.append(name)
-        shown = here.get(name + b"/") or here.get(name)
         for sort_name in (name, name + b"/"):  # removals first: a directory would hide the file that replaced it
             entry = self._tree.named(self._directory, sort_name)
             if sort_name == name + b"/" and name in self.ghosts:
                 continue  # the caller looks below it
-            if entry is None or (shown is not None and sort_name == shown.sort_name):
+            if entry is None or sort_name in here:
                 continue
             if entry.is_dir:
                 yield from self._directory_vanished(entry)
@@ -314,11 +320,9 @@ class DirectoryMerge:
                 batch = Batch()
                 self._drop_version(batch, entry)
                 self._db.commit_volatile(batch)
-        if shown is not None:
-            batch = Batch()
-            self._merge(batch, shown)
-            self._db.commit_volatile(batch)
-            self._report_overridden()
+        for each in filter(None, map(here.get, (name + b"/", name))):
+            self._merge_alone(each)
+        self._report_overridden()
 
     def _report_overridden(self) -> None:
         outsiders, self._outsiders = self._outsiders, []
@@ -371,6 +375,8 @@ class DirectoryMerge:
         """Remove the row of a name. ``prefix`` is that of its directory."""
         self._note_unlisted(batch, entry, prefix)
         self._tree.remove(batch, entry)
+        if entry.flags & Flag.SHADOWED:
+            return
         self._tree.show_file(batch, entry)
         self._metrics.entries_removed += 1
         if self._was_listed and entry.parent == self._directory:
@@ -479,6 +485,8 @@ class DirectoryMerge:
             if entry is None and found.meta is not None and found.meta.key not in self._strays:
                 self.passed |= set() if self._is_object_removed(found.name, found.meta) else {found.name}
             return
+        if entry is not None and entry.flags & Flag.SHADOWED:
+            self._shadowed.add(found.name)
         if found.meta is None:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
@@ -494,11 +502,15 @@ class DirectoryMerge:
                 self._replaced(batch, entry, found.meta)
 
     def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
+        """Merge all but the files that these ``directories`` hide."""
         for each in found:
             if each.meta is None or each.sort_name not in directories:
                 self._merge(batch, each)
-            elif not self._is_object_removed(each.sort_name, each.meta) and each.meta.key not in self._strays:
-                self._shadowed[each.sort_name] = each.meta
+
+    def _merge_alone(self, found: Found) -> None:
+        batch = Batch()
+        self._merge(batch, found)
+        self._db.commit_volatile(batch)
 
     def _merge_first(self, batch: Batch, found: list[Found]) -> None:
         """Merge files into a directory of which only files are known, and none as removed; this is the fastest way."""
@@ -533,14 +545,15 @@ class DirectoryMerge:
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
         if self._is_object_removed(name, meta) or meta.key in self._strays:
             return
-        if self._tree.named(self._directory, name + b"/") is not None:
-            self._shadowed[name] = meta
-            return
+        is_hidden = self._tree.named(self._directory, name + b"/") is not None
         entry = self._tree.insert(
-            batch, self._directory, name, 0,
+            batch, self._directory, name, Flag.SHADOWED if is_hidden else 0,
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
-        self._added(entry)
+        if is_hidden:
+            self._shadowed.add(name)
+        else:
+            self._added(entry)
 
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
         if self._is_ghost(name):
@@ -592,13 +605,14 @@ class DirectoryMerge:
             return True
         if self._keep(file):
             return False
-        if file.stamp:
-            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
+        hidden = msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED)
+        if file.cookie < self.first_cookie:
+            self._tree.update(batch, hidden)
         else:
-            self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
-            self._tree.remove(batch, file)
-            if file.cookie >= self.first_cookie:
-                self._places[name] = file.cookie
+            self._places[name] = file.cookie
+            self._tree.detach(batch, file)
+            self._tree.attach(batch, hidden, self._directory, name)
+        self._shadowed.add(name)
         self._events.invalidate_name(self._directory, name)
         return True
 
@@ -634,7 +648,7 @@ class DirectoryMerge:
         is_outside = _is_outside(entry)
         fresh = Entry(
             entry.parent, entry.cookie, entry.name, entry.inode,
-            Flag.OVERRIDING if is_outside else entry.flags & Flag.OVERRIDING,
+            entry.flags & Flag.SHADOWED | (Flag.OVERRIDING if is_outside else entry.flags & Flag.OVERRIDING),
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         renewed = self._tree.renew_inode(batch, fresh)

@@ -27,7 +27,7 @@ import trio
 
 from lakefs_fuse.commits.applier import is_of_renamed
 from lakefs_fuse.commits.idleness import Idleness
-from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record
+from lakefs_fuse.commits.record import OWN, STORED_MAX, Put, Record, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -531,7 +531,8 @@ class Namespace:
         error that ended the listing early."""
         while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
             flight = self._listing(directory)
-            if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
+            following = self.tree.children(directory, after) if flight.is_readable else ()
+            if any(not entry.flags & Flag.SHADOWED for entry in following):
                 return
             await flight.more()
             if flight.error is not None:
@@ -795,6 +796,15 @@ class Namespace:
         for flight, each in self._flights_over(directory, name):
             flight.announced.add(each)
 
+    def outdate_emptied(self, path: str) -> None:
+        """Have the store asked again for the directory of a name that this node has removed unasked, if that was the
+        only name for which the directory exists. A user's removal keeps it (`NameChanges.keep_parent`)."""
+        emptied = self._outdated.emptied(path.rpartition("/")[0])
+        if emptied:
+            above, _, name = emptied.rpartition("/")
+            directory, missing = self._outdated.nearest(above)
+            self.outdate(directory, missing or name.encode(*PATH))
+
     def moved(self, moves: Sequence[tuple[str, str]]) -> None:
         """Have the store asked again for what other nodes announced where directories were, and where they are now.
 
@@ -838,11 +848,13 @@ class Namespace:
         return not missing and name.encode(*PATH) in self._outdated.of(directory)[0]
 
     def _unseen(self, record: Record) -> Iterator[str]:
-        """Yield paths at which a record names a plain object that this node does not have; none of a large record."""
+        """Yield paths at which a record names a plain object that this node does not have, or removes another one than
+        this node has, which may have been replaced by that; none of a large record."""
         for each in record.operations if len(record.operations) <= STORED_MAX else ():
-            if isinstance(each, Put) and each.object == OWN:
+            if (isinstance(each, Put) and each.object == OWN) or (isinstance(each, Remove) and each.hides):
                 entry = self.at(each.path)
-                if entry is None or not entry.is_plain or entry.etag != each.hides:
+                absent = each.hides if isinstance(each, Remove) else None
+                if each.hides != (entry.etag if entry is not None and entry.is_plain else absent):
                     yield each.path
 
     def _directories_above(self, directory: int) -> Iterator[int]:

@@ -79,7 +79,7 @@ class OutdatedNames:
         operations = record.operations if len(record.operations) <= STORED_MAX else ()
         removed = [each for each in operations if isinstance(each, Remove)]
         above = dict.fromkeys(each.path.rpartition("/")[0] for each in removed)
-        for emptied in map(self._emptied, above):
+        for emptied in map(self.emptied, above):
             if emptied:
                 yield emptied
         gone = (path for path in above if path and self._tree.directory(path.encode(*schema.PATH)) is None)
@@ -88,7 +88,7 @@ class OutdatedNames:
             if path in self.announced:
                 yield path
 
-    def _emptied(self, path: str) -> str:
+    def emptied(self, path: str) -> str:
         """Return the topmost directory, at a path or above it, that a listing showed, that no commit makes, and in
         which there is no known name; empty if there is none."""
         emptied = ""
@@ -159,10 +159,10 @@ class OutdatedNames:
             self._date(directory, outdated.listed_ns)
 
     def name_if_emptied(self, directory: int) -> Iterator[tuple[int, bytes]]:
-        """Yield a directory, as a name in the one above, if there are only removed names in it, and a listing of that
-        one had shown it by a key that was visible then."""
+        """Yield a directory, as a name in the one above, if there are only removed names in it, and it exists because
+        of a key that was visible when the one above was listed, or that a commit told of."""
         entry = self._tree.entry(directory)
-        if entry is None or entry.stamp or entry.flags & Flag.MARKER or not entry.flags & Flag.LISTED:
+        if entry is None or entry.stamp or entry.flags & Flag.MARKER:
             return
         if next(self._tree.children(directory), None) is None:
             above = b"".join(name + b"/" for name in self._tree.path(directory) or ())

@@ -257,6 +257,7 @@ class RenamedObjects:
             await self._hide_versions(row.etag, meta, entry.stamp)
         async with self._committer.quiet():
             self._committer.enqueue(self._adoption(path, row, meta))  # not ahead of the rename, which may be held
+        self._ns.outdate_emptied(row.key)
         await self._committer.flush()
         return True
 

@@ -424,9 +424,10 @@ class ObjectWriter:
             was_seen_and_removed=dated_s > 0 and self.removed.was_seen_and_removed(path, meta, dated_s, plain.before),
         )  # fmt: skip
         telling, unannounced = plan_telling(facts), ""
+        flags = now.flags & ~(OF_VERSION_BEFORE | Flag.SHADOWED) | Flag.ATTRIBUTES_KNOWN
+        flags |= 0 if row is None else row.flags & Flag.SHADOWED  # a directory may have come, or gone, since
         entry = msgspec.structs.replace(
-            now, flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN, etag=meta.etag, size=meta.size,
-            place=0, offset=0,
+            now, flags=flags, etag=meta.etag, size=meta.size, place=0, offset=0,
             stamp=0 if row is None else row.stamp,  # a change pending when the file was opened may be in a commit
         )  # fmt: skip
         if telling is Telling.COMMITTED:
@@ -511,11 +512,14 @@ class ObjectWriter:
             builder.put_again(path, entry, dated_s, when_named(self._ns.tree, path, entry.etag))
         else:
             builder.put(path, entry, key=key, hides=hides)
-        if key != path and not key.startswith(OBJECTS):
+        is_at_another_name = key != path and not key.startswith(OBJECTS)
+        if is_at_another_name:
             hide_object(builder, self._ns.tree, key, entry.etag)
         doomed = superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved) if key != path else []
         change = msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True)
         self._committer.enqueue(change, volatile=volatile)
+        if is_at_another_name:
+            self._ns.outdate_emptied(key)
 
     async def finish(self, draft: Draft, path: str, check_replaceable: Callable[[], Awaitable[None]]) -> None:
         """Store an orphan's bytes as the newest version of its file. The caller holds ``draft.gate``.
