@@ -27,6 +27,7 @@ from lakefs_fuse.vfs.open import assembled
 from lakefs_fuse.vfs.ops.attributes import AttributeChange
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
+from tests import virtual_time
 from tests.fakes import delete_all_due, node_of, store_client
 from tests.memory_store import START_NS, Failures, MemoryStore
 
@@ -56,7 +57,7 @@ class Clock:
         return self.now_ns
 
     def mono_s(self) -> float:
-        return time.monotonic()
+        return virtual_time.mono_s()
 
     def boot_ns(self) -> int:
         return self.now_ns
