@@ -3,13 +3,15 @@
 What always holds (*no jump beside threads*): time jumps only while no call runs in a worker thread. Meanwhile it passes
 as outside, so that a test can see what happens while a request is under way.
 
-Time jumps for trio and `SystemClock`. `time.sleep` takes as long as it says, and so does everything outside this
-process: modules that wait for sockets or processes have the time of the machine.
+Time jumps for trio and `SystemClock`, and over a thread that sleeps by `sleep` here. `time.sleep` takes as long as it
+says, and so does everything outside this process: modules that wait for sockets or processes have the time of the
+machine.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import PurePath
@@ -25,6 +27,8 @@ from lakefs_fuse.environment.threads import WorkerThreads
 
 T = TypeVar("T")
 NS = 1_000_000_000
+SLEEP_S_MAX = 60.0
+"""Real time in which a sleep of a worker thread ends, however long it is."""
 DIRECTORIES = frozenset({"admin", "blockcache", "commits", "upload", "vfs"})
 """Directories of tests whose time is virtual. In others, little time is spent waiting for timers."""
 
@@ -36,24 +40,81 @@ def is_virtual(path: PurePath) -> bool:
     return not DIRECTORIES.isdisjoint(path.parts[:1])
 
 
+class _Turn:
+    """A limiter of threads that says when a call gets its thread: time may jump while it waits for others."""
+
+    def __init__(self, limiter: trio.CapacityLimiter, begin: Callable[[], None]) -> None:
+        self._limiter, self._begin = limiter, begin
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        await self._limiter.acquire_on_behalf_of(borrower)
+        self._begin()
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self._limiter.release_on_behalf_of(borrower)
+
+
 class VirtualTime:
     """The time of one run of trio."""
 
     def __init__(self) -> None:
         self.clock = MockClock(rate=1.0, autojump_threshold=0.0)
         self._offset_s = time.monotonic() - self.clock.current_time()
-        self._calls = 0
+        self._calls = set[object]()
+        """Those that tasks wait for, and that do not sleep in their threads."""
+        self._sleeping = set[object]()
+        self._thread = threading.local()
 
     async def run_sync(self, call: Callable[..., T], *arguments: object, **options: Any) -> T:
         """`trio.to_thread.run_sync`, during which time does not jump."""
-        self._calls += 1
-        self.clock.autojump_threshold = math.inf
+        identity, token = object(), trio.lowlevel.current_trio_token()
+
+        def work() -> T:
+            self._thread.call = identity, token
+            return call(*arguments)
+
+        limiter = options.get("limiter") or trio.to_thread.current_default_thread_limiter()
+        options["limiter"] = _Turn(limiter, lambda: self._begin(identity))
         try:
-            return await _run_sync(call, *arguments, **options)
+            return await _run_sync(work, **options)
         finally:
-            self._calls -= 1
-            if not self._calls:
-                self.clock.autojump_threshold = 0.0
+            self._end(identity)
+
+    def _begin(self, call: object) -> None:
+        self._sleeping.discard(call)
+        self._calls.add(call)
+        self.clock.autojump_threshold = math.inf
+
+    def _end(self, call: object) -> None:
+        self._sleeping.discard(call)
+        self._calls.discard(call)
+        if not self._calls:
+            self.clock.autojump_threshold = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Block this worker thread, over which time may jump. In trio's thread it does: no task runs meanwhile."""
+        if threading.current_thread() is threading.main_thread():
+            self.clock.jump(seconds)
+            return
+        call, token = self._thread.call
+        is_over = threading.Event()
+
+        async def wait() -> None:
+            if call in self._calls:
+                self._end(call)
+                self._sleeping.add(call)
+            try:
+                await trio.sleep(seconds)
+            finally:
+                if call in self._sleeping:
+                    self._begin(call)
+                is_over.set()
+
+        try:
+            token.run_sync_soon(trio.lowlevel.spawn_system_task, wait)
+        except trio.RunFinishedError:
+            return
+        assert is_over.wait(SLEEP_S_MAX), "time stands still"
 
     def mono_s(self) -> float:
         return self.clock.current_time() + self._offset_s
@@ -72,7 +133,7 @@ class VirtualTime:
         """Until ``patch`` is undone, threads hold this time up, and the clocks of the machine follow it."""
         patch.setattr(trio.to_thread, "run_sync", self.run_sync)
         patch.setattr(WorkerThreads, "run", staticmethod(self.run_sync))
-        for clock in (self.mono_s, self.wall_ns, self.boot_ns):
+        for clock in (self.mono_s, self.wall_ns, self.boot_ns, sleep):
             patch.setattr(SystemClock, clock.__name__, staticmethod(clock))
 
 
@@ -97,6 +158,14 @@ def run_in_virtual_time(
             return trio.run(main, *arguments, clock=virtual.clock, instruments=instruments)
     finally:
         _runs.pop()
+
+
+def sleep(seconds: float) -> None:
+    """As `SystemClock.sleep`: block this worker thread for so many seconds of the run's time."""
+    if _runs and seconds > 0:
+        _runs[-1].sleep(seconds)
+    else:
+        time.sleep(seconds)
 
 
 def mono_s() -> float:

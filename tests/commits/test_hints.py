@@ -27,6 +27,7 @@ from lakefs_fuse.environment.hint_channel import RedisChannel, read_password
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import AccessDenied, ConfigError, Unavailable
 from lakefs_fuse.metrics import HintMetrics
+from tests import virtual_time
 from tests.commits.committing import Site
 from tests.memory_store import Failures
 
@@ -53,9 +54,12 @@ class Channel:
         self.connections += 1
 
     def receive(self, timeout_s: float) -> bytes | None:
+        """May be called in a worker thread: it waits by `virtual_time`."""
         self._check()
+        if self.messages.empty():
+            virtual_time.sleep(min(timeout_s, 0.02))
         try:
-            return self.messages.get(timeout=min(timeout_s, 0.02))
+            return self.messages.get_nowait()
         except queue.Empty:
             return None
 

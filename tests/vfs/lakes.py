@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -63,7 +62,7 @@ class Clock:
         return self.now_ns
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+        virtual_time.sleep(seconds)
 
     def advance(self, seconds: float) -> None:
         self.now_ns += int(seconds * NS)
