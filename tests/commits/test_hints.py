@@ -242,7 +242,7 @@ async def test_commits_from_before_the_channel_was_there_need_no_hint(
 
 
 async def test_channel_that_takes_connections_only_is_warned_of_once(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hints_module, "PAUSE_S_FIRST", 0.01)
     failing = OSError("NOPERM")
@@ -251,6 +251,8 @@ async def test_channel_that_takes_connections_only_is_warned_of_once(
         raise failing
 
     monkeypatch.setattr(Channel, "ping", ping)
+    listener = listener_of(Channel())
+    nursery.start_soon(listener.hints.run)
     await until(lambda: listener.channel.connections > 4)
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
