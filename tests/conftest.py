@@ -11,6 +11,7 @@ import random
 import signal
 import ssl
 from collections.abc import Callable, Iterator
+from inspect import iscoroutinefunction
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tests.faults import Faults, faulty
 from tests.servers import Server
 from tests.temporary_files import use_memory
 from tests.tiers import INTEGRATION, IS_LONG, is_integration, load_profile
+from tests.virtual_time import is_virtual, run_in_virtual_time
 
 load_profile()
 use_memory()
@@ -36,7 +38,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters = () if callspec is None else callspec.params.values()
         if is_integration(item.path.relative_to(tests), getattr(item, "fixturenames", ()), parameters):
             item.add_marker(INTEGRATION)
+        if is_virtual(item.path.relative_to(tests)) and _is_async(item):
+            item.add_marker(pytest.mark.trio(run=run_in_virtual_time))
     items.sort(key=lambda item: item.get_closest_marker(INTEGRATION) is None)
+
+
+def _is_async(item: pytest.Item) -> bool:
+    function = getattr(item, "obj", None)
+    property_test = getattr(function, "hypothesis", None)
+    return iscoroutinefunction(function if property_test is None else property_test.inner_test)
 
 
 @pytest.hookimpl(wrapper=True)

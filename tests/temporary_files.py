@@ -22,7 +22,11 @@ FREE_MIN = 8 * GIB
 """Of the filesystem in memory. Directories of tests that passed are deleted, so that a run takes a quarter of it."""
 AVAILABLE_MIN = 14 * GIB
 """Of memory, for these files and for all workers."""
-CHOICES = ("PYTEST_DEBUG_TEMPROOT", "TMPDIR", "TEMP", "TMP")
+DISK = tempfile.gettempdir()
+"""Where Python itself has temporary files."""
+PYTEST_DIRECTORY = "PYTEST_DEBUG_TEMPROOT"
+"""Where pytest has them."""
+CHOICES = (PYTEST_DIRECTORY, "TMPDIR", "TEMP", "TMP")
 """Who sets one of these has chosen a directory."""
 
 
@@ -42,13 +46,16 @@ def is_suitable(directory: Path) -> bool:
 
 
 def use_memory(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let pytest make its temporary directories in memory, unless somebody chose where, or this is `make test-long`."""
+    """Let pytest and `tempfile` make temporary directories in memory, unless somebody chose where, or this is
+    `make test-long`. Workers of a run inherit its choice."""
     if not IS_LONG and not any(name in environment for name in CHOICES) and is_suitable(MEMORY):
-        environment["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
+        environment[PYTEST_DIRECTORY] = str(MEMORY)
+    if environment.get(PYTEST_DIRECTORY) == str(MEMORY):
+        tempfile.tempdir = str(MEMORY)
 
 
 @contextmanager
 def directory_on_disk() -> Iterator[Path]:
     """For tests that find out whether a read has to wait for the disk, which a filesystem in memory does not tell."""
-    with tempfile.TemporaryDirectory(prefix="lakefs-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="lakefs-test-", dir=DISK) as directory:
         yield Path(directory)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,13 +41,17 @@ class Source:
     names: set[str] = field(default_factory=set)
 
     def add(self, stem: str, tree: ast.Module) -> None:
-        self.modules.setdefault(stem, set()).update(_defined(tree))
-        self.names.update(_defined(tree))
-        self.names.update(node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
-        self.names.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                self.members.setdefault(node.name, set()).update(_defined(node))
+        nodes = list(ast.walk(tree))
+        defined = set(_defined(nodes))
+        self.modules.setdefault(stem, set()).update(defined)
+        self.names.update(defined)
+        for node in nodes:
+            if isinstance(node, ast.arg):
+                self.names.add(node.arg)
+            elif isinstance(node, ast.Attribute):
+                self.names.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                self.members.setdefault(node.name, set()).update(_defined(ast.walk(node)))
                 self.bases.setdefault(node.name, set()).update(b.id for b in node.bases if isinstance(b, ast.Name))
 
     def has_member(self, owner: str, name: str) -> bool:
@@ -73,8 +77,8 @@ class Source:
         return second in self.modules[first] and (not rest or self.has_member(second, rest[0]))
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import AccessDenied, DamagedCommit, KeyRefused, LakeError, NotFound, StoreError, Unavailable
 from lakefs_fuse.metrics import ClusterCacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched, ObjectMeta
+from tests import virtual_time
 from tests.blockcache.reading import MIB, MemoryStore, content
 
 URLS = ("http://a:1", "http://b:2", "http://c:3")
@@ -47,7 +47,7 @@ class Proxy:
         with self._lock:
             self.asked[key, start, end] += 1
             times = self.asked[key, start, end]
-        time.sleep(self.pauses_s.get(start, self.pause_s))
+        virtual_time.sleep(self.pauses_s.get(start, self.pause_s))
         if self.fail is not None:
             raise self.fail
         held = self.others or self._store.objects[key]

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from lakefs_fuse.cli.mount_helper import helper
 from lakefs_fuse.config import GIB, MountConfig
 from lakefs_fuse.control.mounts import mount_at
 from tests.mount.lakes import eventually
+from tests.temporary_files import DISK
 
 HELPER = Path("/sbin/mount.lakefs")
 """Where mount(8) looks, and nowhere else."""
@@ -104,7 +104,7 @@ def installed(directory: Path) -> Iterator[None]:
     root = Path(__file__).parents[2]
     program.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(root))} exec {command} "$@"\n')
     program.chmod(0o755)
-    with (Path(tempfile.gettempdir()) / "lakefs-test-mount-helper.lock").open("w") as lock:
+    with (Path(DISK) / "lakefs-test-mount-helper.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         HELPER.symlink_to(program)
         try:

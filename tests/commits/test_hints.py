@@ -27,6 +27,7 @@ from lakefs_fuse.environment.hint_channel import RedisChannel, read_password
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import AccessDenied, ConfigError, Unavailable
 from lakefs_fuse.metrics import HintMetrics
+from tests import virtual_time
 from tests.commits.committing import Site
 from tests.memory_store import Failures
 
@@ -53,9 +54,12 @@ class Channel:
         self.connections += 1
 
     def receive(self, timeout_s: float) -> bytes | None:
+        """May be called in a worker thread: it waits by `virtual_time`."""
         self._check()
+        if self.messages.empty():
+            virtual_time.sleep(min(timeout_s, 0.02))
         try:
-            return self.messages.get(timeout=min(timeout_s, 0.02))
+            return self.messages.get_nowait()
         except queue.Empty:
             return None
 
@@ -238,7 +242,7 @@ async def test_commits_from_before_the_channel_was_there_need_no_hint(
 
 
 async def test_channel_that_takes_connections_only_is_warned_of_once(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(hints_module, "PAUSE_S_FIRST", 0.01)
     failing = OSError("NOPERM")
@@ -247,6 +251,8 @@ async def test_channel_that_takes_connections_only_is_warned_of_once(
         raise failing
 
     monkeypatch.setattr(Channel, "ping", ping)
+    listener = listener_of(Channel())
+    nursery.start_soon(listener.hints.run)
     await until(lambda: listener.channel.connections > 4)
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 

@@ -6,7 +6,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from lakefs_fuse.vfs.open import assembled
 from lakefs_fuse.vfs.ops.attributes import AttributeChange
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
+from tests import virtual_time
 from tests.fakes import delete_all_due, node_of, store_client
 from tests.memory_store import START_NS, Failures, MemoryStore
 
@@ -56,13 +56,13 @@ class Clock:
         return self.now_ns
 
     def mono_s(self) -> float:
-        return time.monotonic()
+        return virtual_time.mono_s()
 
     def boot_ns(self) -> int:
         return self.now_ns
 
     def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+        virtual_time.sleep(seconds)
 
     def advance(self, seconds: float) -> None:
         self.now_ns += int(seconds * NS)

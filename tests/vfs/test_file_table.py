@@ -213,6 +213,7 @@ async def test_exclusive_creation_takes_the_name_of_an_object_that_counts_as_rem
     store, clock = MemoryStore(), Clock()
     async with lake(store, tmp_path, clock=clock, pack="never", durability=durability) as m:
         await m.write("a", b"before")
+        await m.fs.make_durable()  # else it is stored under its new name
         await m.rename("a", "lock")
         await m.fs.make_durable()
         clock.advance(5)

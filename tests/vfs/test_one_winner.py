@@ -19,6 +19,7 @@ import trio
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from lakefs_fuse.vfs.ops import link as linking
+from tests import virtual_time
 from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server
 from tests.store.lakes import open_lake
@@ -102,7 +103,7 @@ def delays(rng: random.Random, lost: float) -> Callable[[Request, When], None]:
         with mutex:
             pause_s = rng.choice((0.0, 0.0, 0.0, 0.001, 0.003)) if rng.random() < 0.98 else 0.03
             is_lost = when == "after" and request.what == "put" and rng.random() < lost
-        time.sleep(pause_s)
+        virtual_time.sleep(pause_s)
         if is_lost:
             raise Unavailable("lost")
 

@@ -191,6 +191,7 @@ async def test_file_whose_commit_fails_after_its_object_is_stored_is_committed_l
         store, tmp_path / "cache", clock=clock, pack="never", durability=durability, retry_timeout_s=0.0
     ) as m:
         await m.write("f", b"first")
+        await m.fs.make_durable()  # else it is stored under its new name
         await m.rename("f", "g")
         await m.sync()
         handle = await m.create("f")
