@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lakefs_fuse.upload import publish as publishing
+from lakefs_fuse.upload import missing_parts
 from lakefs_fuse.vfs.ops import rename_preparation
 from lakefs_fuse.vfs.writeback import packer as packing
 from lakefs_fuse.vfs.writeback import publisher
@@ -33,5 +33,5 @@ def noted_one_by_one() -> Iterator[None]:
 def small_parts_may_be_copied() -> Iterator[None]:
     """So that parts of 64 KiB take the way of those of 5 MiB."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "PART_BYTES_MIN", 4096)
+        patch.setattr(missing_parts, "PART_BYTES_MIN", 4096)
         yield

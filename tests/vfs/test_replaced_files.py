@@ -12,7 +12,7 @@ import trio
 
 from lakefs_fuse.errors import FileError, LakeError, StoreError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload import publish as publishing
+from lakefs_fuse.upload import missing_parts
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs import lakes
@@ -98,7 +98,7 @@ async def test_read_of_a_replaced_file_whose_change_was_refused_is_estale(
 async def test_write_to_an_acknowledged_change_that_is_being_completed_keeps_all_of_its_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "PART_BYTES_MIN", 4 * KIB)
+    monkeypatch.setattr(missing_parts, "PART_BYTES_MIN", 4 * KIB)
     store, before = MemoryStore(), noise(1, LARGE)
     store.give("f", before)
     pause, is_base_away = Pause(is_completion, when="after"), True

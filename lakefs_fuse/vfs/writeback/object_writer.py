@@ -259,9 +259,7 @@ class ObjectWriter:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload.intent_ns)
         if there is None and draft.parts.bytes_dropped and target.key != path and not target.key.startswith(OBJECTS):
-            found = await draft.uploader.client.find(target.key)  # because no precondition guards its completion
-            if found is None or not is_own_object(draft, found):  # an attempt whose answer was lost
-                there = "" if found is None else found.etag
+            there = await self._etag_of_others(draft)
         removed, row = self._ns.tree.tombstones.get(path.encode()), self._ns.tree.entry(file.entry.inode)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
         own_etag = self._own_etag(file, target, removed, row)
@@ -304,6 +302,14 @@ class ObjectWriter:
             hidden_ns=0 if plan.path else _hidden_ns(row),
         )  # fmt: skip
         return plan, KnownAt(removed, row)
+
+    async def _etag_of_others(self, draft: Draft) -> str | None:
+        """Return the ETag of the object at the draft's key, because no precondition guards the completion of its
+        upload; empty if there is none, None if an attempt whose answer was lost made it. Raises LakeError."""
+        found = await draft.uploader.client.find(draft.target.key)
+        if found is None:
+            return ""
+        return None if is_own_object(draft, found) else found.etag
 
     async def _leave_late_object(self, draft: Draft) -> None:
         """Hide and delete the object that an attempt without answer stored of the draft at its earlier key: the file
