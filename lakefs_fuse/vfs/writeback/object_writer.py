@@ -272,9 +272,7 @@ class ObjectWriter:
                 upload_key=target.key if has_upload else "",
                 is_key_taken=not has_upload and self._files.is_key_taken(path),
                 is_alone=alone,
-                are_others_closing=not alone
-                and policy.mode == "auto"
-                and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
+                are_others_closing=not alone and self._are_others_closing(policy),
                 if_absent=target.if_absent,
                 own_etag=own_etag,
                 etag_in_place="" if file.entry.place else target.replaces,
@@ -302,6 +300,12 @@ class ObjectWriter:
             hidden_ns=0 if plan.path else _hidden_ns(row),
         )  # fmt: skip
         return plan, KnownAt(removed, row)
+
+    def _are_others_closing(self, policy: PackPolicy) -> bool:
+        """Return whether other small files are being stored, with which this one may share a pack."""
+        if policy.mode != "auto":
+            return False
+        return self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain)
 
     async def _etag_of_others(self, draft: Draft) -> str | None:
         """Return the ETag of the object at the draft's key, because no precondition guards the completion of its
