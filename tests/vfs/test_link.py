@@ -333,6 +333,34 @@ async def test_key_of_a_file_that_another_node_renames_during_the_link_is_not_ta
         assert store.data("g") == b"renamed" == await one.read("h")
 
 
+async def test_name_to_which_another_node_renames_a_file_during_the_claim_is_not_replaced(tmp_path: Path) -> None:
+    store = MemoryStore(ABLE)
+    async with two_lakes(store, tmp_path, pack="never", delete_after_s=300.0) as (one, two):
+        await two.write("f", b"two")
+        await one.write("g", b"removed")
+        await one.write("h", b"renamed")
+        await one.unlink("g")
+        await one.fs.sync_names()
+        await two.poll()
+        store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(OBJECTS), "before")
+        async with trio.open_nursery() as nursery:
+            found = list[int]()
+
+            async def run() -> None:
+                found.append(await link_errno(two, "f", "g"))
+
+            nursery.start_soon(run)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            store.hook = lambda _request, _when: None
+            await one.rename("h", "g")
+            await one.fs.sync_names()
+            await two.poll()
+            pause.resume()
+        assert found == [errno.EEXIST]
+        for node in (one, two):
+            assert await node.read("g") == b"renamed"
+
+
 async def test_what_was_acknowledged_before_is_in_the_store_before_the_link(tmp_path: Path) -> None:
     """The files that a version of a table names, in another directory."""
     store = MemoryStore()

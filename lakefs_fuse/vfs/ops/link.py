@@ -231,8 +231,7 @@ class Links:
         target = DraftTarget(path, file.describe, if_absent=has_condition)
         async with self._writer.keeping(path):
             for _ in range(ATTEMPTS_MAX):
-                if self._drafts.files.is_key_taken(path):  # perhaps by the rename that removed the version
-                    raise FileError(errno.EBUSY, f"other names have, or had, bytes at the key {path}")
+                self._check_free(path)  # after what was awaited: the source's bytes, or the claim of a removed version
                 described = {**metadata, **self._claims.describe()}
                 try:
                     if body is None:
@@ -247,6 +246,14 @@ class Links:
                 await self._writer.record_link(path, entry, meta, self._client)
                 return
             raise FileError(errno.EBUSY, f"{path} is changed all the time")
+
+    def _check_free(self, path: str) -> None:
+        """Raise FileError: EEXIST if the name exists by now, perhaps as another node renamed a file; EBUSY if the key
+        has, or had, bytes of other names, perhaps by the rename that removed the version."""
+        if self._ns.at(path) is not None:
+            raise FileError(errno.EEXIST)
+        if self._drafts.files.is_key_taken(path):
+            raise FileError(errno.EBUSY, f"other names have, or had, bytes at the key {path}")
 
     async def _read_small(self, extent: Extent) -> bytes | None:
         """Return the bytes of a file that is sent from memory; None for one that the store copies. Raises
