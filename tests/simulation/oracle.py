@@ -295,6 +295,9 @@ class Oracle:
         if not allowed and any(self._is_stored_late(version, data) for version in found):
             self.met["stored late"] += 1
             return ""
+        if not allowed and self._is_left_and_moved_along(found, path, data):
+            self.met["moved along"] += 1
+            return ""
         if not allowed and self.is_copy(path) and self.is_known("late copy"):
             return ""
         if not allowed:
@@ -323,6 +326,13 @@ class Oracle:
 
     def _is_moved_along(self, path: str, data: bytes) -> bool:
         return bool(self._moved_along(path, data))
+
+    def _is_left_and_moved_along(self, found: list[Version], path: str, data: bytes) -> bool:
+        """These bytes were written in place of a file that another node renamed to this path. A user removed that file
+        before its node had seen them, so they are still under the old name, and a rename of its directory took them
+        here."""
+        left = [each for each in self._moved_along(path, data) if not self._replaced(each) and not self._removed(each)]
+        return bool(left) and all(version.data != data for version in found)
 
     def _moved_along(self, path: str, data: bytes) -> list[Version]:
         """Versions with these bytes that were being written, and may be here as another node renamed a directory."""

@@ -466,3 +466,27 @@ def test_what_a_rename_took_along_is_replaced_by_what_a_doubtful_rename_took_alo
     renamed.is_plain = renamed.is_certain = True
     oracle.put("g", b"other", "n1", frozenset({moved}), origin=other, operation=2)
     assert bool(oracle.check({"g": b"written to h" if is_shown else b"before"})) != is_shown
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_write_in_place_that_outlives_the_removal_of_its_renamed_file_goes_along_with_a_rename_of_the_directory(
+    is_seen: bool, is_removed: bool
+) -> None:
+    """Unless the node that removed the file had seen these bytes, or they were removed from the old name, too."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"d": DIRECTORY, "e": DIRECTORY, "d/f": b"bytes"}, ["n0", "n1", "n2"], plain={"d/f"})
+    (first,), (directory,) = oracle.matching("d/f", b"bytes"), oracle.matching("d", DIRECTORY)
+    oracle.put("d/f", b"in place", "n0", frozenset({first})).is_certain = True
+    oracle.remove("d/f", "n1", frozenset({first}), is_rename=True, operation=1).is_certain = True
+    moved = oracle.put("e/f", b"bytes", "n1", frozenset(), origin=first, operation=1)
+    moved.is_certain = True
+    if is_seen:
+        moved = oracle.put("e/f", b"in place", "n0", frozenset({moved}))
+        moved.is_certain = True
+    oracle.remove("e/f", "n2", frozenset({moved})).is_certain = True
+    if is_removed:
+        oracle.remove("d/f", "n2", oracle.matching("d/f", b"in place")).is_certain = True
+    oracle.remove("d", "n2", frozenset({directory}), is_rename=True, operation=2).is_certain = True
+    oracle.put("e", DIRECTORY, "n2", oracle.matching("e", DIRECTORY), origin=directory, operation=2).is_certain = True
+    assert bool(oracle.check({"e": DIRECTORY, "e/f": b"in place"})) == (is_seen or is_removed)
