@@ -31,8 +31,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 # Workers steal single tests from each other's ends, so no core idles while another finishes a long module. On two cores
-# four of them, because a test now and then waits for a thread, a process or a second: with five, tests that kill daemons
-# or wait for a second run out of time, and each worker takes 3 s of CPU to collect the tests.
+# three of them for unit tests, which need little but CPU, and 3 s of it to collect them in each worker; and four for
+# mounts and stores: with five, tests that kill daemons or wait for a second run out of time.
 UNIT := -m "not integration and not long" --ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
 SHORT := -m "not long"
 # pytest rewrites the assertions of each module that it collects, 20 s of CPU for all, and keeps what it made. In a fresh
@@ -61,7 +61,7 @@ test-long: $(VENV)/.installed-test-long
 
 unit: $(VENV)/.installed-test
 	@[ -d tests/vfs/__pycache__ ] || $(COLLECT) $(UNIT) $(PYTEST) >/dev/null || true
-	$(RUN) -m pytest --dist worksteal -q -n $(or $(JOBS),4) $(UNIT) $(PYTEST)
+	$(RUN) -m pytest --dist worksteal -q -n $(or $(JOBS),3) $(UNIT) $(PYTEST)
 
 short: $(VENV)/.installed-test
 	@[ -d tests/mount/__pycache__ ] || $(COLLECT) $(SHORT) $(PYTEST) >/dev/null || true
