@@ -305,7 +305,7 @@ class Committer:
         self._metrics.redated += len(done.originals)
         if done.originals:
             logger.warning(
-                "%s dated in the future: its changes were committed again, but for %d of %d that others made again "
+                "%s dated in the future: the changes were committed again, but for %d of %d that others made again "
                 "since; `lakefs-fuse fsck --repair` removes what is left",
                 counted(len(done.originals), "commit of this node was", "commits of this node were"),
                 done.superseded, done.superseded + done.operations,

@@ -22,10 +22,9 @@ version is that of another writer:
   sent again, with the other version as precondition;
 * of a multipart upload, which S3 dates by its beginning, and dated before ``hidden_ns``: `Overtaken`. A commit that the
   writer knew hides the object, unless its upload ended only now, and a later commit says so;
-* dated later, or of another multipart upload: `Superseded`. Ours was stored and then
-  replaced, by a writer who may have built on it; or it did not arrive, and both were written at the same time. Either
-  way the other is the newer one: another attempt would put ours over a version that was acknowledged after ours had
-  begun.
+* dated later, or of another multipart upload: `Superseded`. Ours was stored and then replaced, by a writer who may
+  have built on it; or it did not arrive, and both were written at the same time. Either way the other is the newer one:
+  another attempt would put ours over a version that was acknowledged after ours had begun.
 
 The first attempt has the version that its writer expects as precondition, if one is given and the store can check it:
 `Overtaken` if the key has another. Dates are the store's, to the second, and so is the time of the first attempt: the
@@ -649,7 +648,8 @@ class _VersionWrite:
         """Return whether another client has stored the object since the first attempt. A version that the writer knew
         at the key is later if its date says so beyond doubt: another client has put the same bytes there again. An
         unknown one is, unless its date says beyond doubt that it is not. The date of a multipart upload says less than
-        is needed: some stores date it by its beginning."""
+        is needed: some stores date it by its beginning. Raises Overtaken for a hidden one that the writer did not
+        know."""
         able = self._client.capabilities
         is_known = there.etag in (self._target.replaces, self._target.expected, self._target.removed)
         if is_known and not (able.put_if_match if self._kind == "put" else able.complete_if_match):

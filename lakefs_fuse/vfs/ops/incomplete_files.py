@@ -110,8 +110,8 @@ class IncompleteFiles:
         emptied."""
         if not self._orphans.records:
             return
-        for record in self._orphans.below(path):
-            if (record.refused or record.id in self._lost_names) and record.id not in self._dropping:
+        for record in self._orphans.incomplete_below(path, self._lost_names):
+            if record.id not in self._dropping:
                 self._dropping.add(record.id)
                 self._services.nursery.start_soon(self._drop, record.id, path)
 

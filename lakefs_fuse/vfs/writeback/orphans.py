@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -169,17 +169,15 @@ class Orphans:
         self._room[record.id] = self._staged(record.id)
         self._services.staging.count_staged(self._room[record.id])
 
-    def below(self, path: str) -> list[DraftRecord]:
-        """Return the orphans at or below ``path``; empty means the whole lake."""
+    def incomplete_below(self, path: str, others: Container[str] = ()) -> list[DraftRecord]:
+        """Return the orphans with refused writes, and those with the ids ``others``, at or below ``path``; empty means
+        the whole lake."""
         return [
             record
             for record in self.records.values()
-            if not path or path_of(record) == path or path_of(record).startswith(path + "/")
+            if (record.refused or record.id in others)
+            and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
         ]
-
-    def incomplete_below(self, path: str) -> list[DraftRecord]:
-        """Return the orphans with refused writes among those `below`."""
-        return [record for record in self.below(path) if record.refused]
 
     def _has_newer(self, record: DraftRecord) -> bool:
         """Return whether a newer version will replace what an attempt stored of a superseded draft. The draft's record
