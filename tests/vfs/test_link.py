@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -295,6 +297,26 @@ async def test_key_of_a_renamed_file_is_not_taken(tmp_path: Path) -> None:
         assert await two.read("h") == b"renamed"
 
 
+@asynccontextmanager
+async def linking_paused(
+    store: MemoryStore, m: Lake, source: str, target: str, before: str
+) -> AsyncIterator[list[int]]:
+    """Link in the background, paused during the block before the PUT of a key with the prefix ``before``. After the
+    block the list has what `link_errno` returned."""
+    store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(before), "before")
+    found = list[int]()
+
+    async def run() -> None:
+        found.append(await link_errno(m, source, target))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await trio.to_thread.run_sync(pause.reached.wait)
+        store.hook = lambda _request, _when: None
+        yield found
+        pause.resume()
+
+
 @pytest.mark.parametrize("paused", ["g", OBJECTS])
 async def test_key_of_a_file_that_another_node_renames_during_the_link_is_not_taken(
     tmp_path: Path, paused: str
@@ -314,21 +336,11 @@ async def test_key_of_a_file_that_another_node_renames_during_the_link_is_not_ta
             await three.unlink("g")
             await three.fs.sync_names()
             await two.poll()
-        store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(paused), "before")
-        async with trio.open_nursery() as nursery:
-            found = list[int]()
-
-            async def run() -> None:
-                found.append(await link_errno(two, "f", "g"))
-
-            nursery.start_soon(run)
-            await trio.to_thread.run_sync(pause.reached.wait)
-            store.hook = lambda _request, _when: None
+        async with linking_paused(store, two, "f", "g", paused) as found:
             await one.rename("g", "h")
             await one.sync()
             if paused == OBJECTS:
                 await two.poll()
-            pause.resume()
         assert found == [errno.EBUSY]
         assert store.data("g") == b"renamed" == await one.read("h")
 
@@ -342,20 +354,10 @@ async def test_name_to_which_another_node_renames_a_file_during_the_claim_is_not
         await one.unlink("g")
         await one.fs.sync_names()
         await two.poll()
-        store.hook = pause = Pause(lambda each: each.what == "put" and each.key.startswith(OBJECTS), "before")
-        async with trio.open_nursery() as nursery:
-            found = list[int]()
-
-            async def run() -> None:
-                found.append(await link_errno(two, "f", "g"))
-
-            nursery.start_soon(run)
-            await trio.to_thread.run_sync(pause.reached.wait)
-            store.hook = lambda _request, _when: None
+        async with linking_paused(store, two, "f", "g", OBJECTS) as found:
             await one.rename("h", "g")
             await one.fs.sync_names()
             await two.poll()
-            pause.resume()
         assert found == [errno.EEXIST]
         for node in (one, two):
             assert await node.read("g") == b"renamed"
