@@ -312,7 +312,7 @@ class CommitRows:
         """Forget commits older than this, because no poll asks for them."""
         if time > self._kept_since:
             batch = Batch()
-            batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
+            batch.delete_range(*(_commit_key(schema.APPLIED, each, "") for each in (self._kept_since, time)))
             self._db.commit(batch)
             self._kept_since = time
 
