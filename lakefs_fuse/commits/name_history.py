@@ -660,18 +660,16 @@ class OrderedRules:
             self.rules.apply(step)
             return history.with_fact(fact) if can_have and step.effect == Effect.NONE else None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)
-        if is_late or is_carried or (step.row is not None and history.relocates(step.row)):
-            history = history.with_fact(fact)
-            self._replay(step, history)
-            return history
-        self.rules.apply(step)
-        if len(history.facts) >= FACTS_MAX:
+        replays = is_late or is_carried or (step.row is not None and history.relocates(step.row))
+        if not replays:
+            self.rules.apply(step)
+        if len(history.facts) >= FACTS_MAX and not is_late:
             folded = self._fold(step, history)
-            if folded is None:
+            if folded is None and not replays:
                 return self._begin(step, is_carried)
-            history = folded
+            history = folded or history
         history = history.with_fact(fact)
-        if not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
+        if replays or not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
             self._replay(step, history)
         return history
 
