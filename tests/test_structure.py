@@ -20,11 +20,12 @@ bytes to the end (`local_disk.pread_all`), for what of earlier commits is not se
 draft's target, which methods change whose names say why, for `ObjectWriter`, which is not in `Publisher`'s module: the
 two were 965 lines; and for the requests that wait (`WaitingRequests`), of a rename too. One switch for
 `ObjectHistories`, a class where there were functions on another's attribute."""
-RENAME = 39, 260
+RENAME = 39, 261
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they
 change, and for histories of names; switches also for the clock of `Poller.catch_up`, for `count_repeated`, which is
 beside what operations mean, for the file that had each name before, with which its history begins, for the target of a
-commit, which is not sent over itself, and for the time at which the node last heard of others."""
+commit, which is not sent over itself, for the time at which the node last heard of others, and for the first entry of a
+directory, of which the tree hears when a batch is committed."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

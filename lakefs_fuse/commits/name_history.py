@@ -100,13 +100,17 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
         ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
         return ref.key, said.offset, ref.etag
 
-    def is_of_another(self, etag: str) -> bool:
-        """Return whether it sets attributes of a plain object at the path whose ETag is not this one."""
+    def changes(self) -> str:
+        """Return the ETag of the plain object at the path of which it sets attributes; empty if it does not."""
         said = self.operation
-        if not isinstance(said, SetAttr):
-            return False
+        if not isinstance(said, SetAttr) or said.offset:
+            return ""
         ref = ObjectRef(said.path, said.hides) if said.object == OWN else self.objects[said.object]
-        return ref.key == said.path and not said.offset and ref.etag != etag
+        return ref.etag if ref.key == said.path else ""
+
+    def settles(self) -> str:
+        """Return the ETag of the plain object at the path that it puts, replaces or removes; empty if there is none."""
+        return self.operation.hides if isinstance(self.operation, Put | Remove | Symlink) else ""
 
     def is_put_of(self, versions: Set[tuple[str, int, str]]) -> bool:
         """Return whether it puts one of these versions, each of which is as `place` returns it."""
@@ -258,7 +262,7 @@ class History(msgspec.Struct, frozen=True, array_like=True):
 
         Facts that set attributes of plain objects other than ``etag`` are dropped: they can show nothing any more.
         Perhaps no fact is left until the next one."""
-        facts = [fact for fact in self.facts if not fact.is_of_another(etag)]
+        facts = [fact for fact in self.facts if fact.changes() in ("", etag)]
         return msgspec.structs.replace(self, facts=facts, listed=listed, absent=absent)
 
     def is_replaced_by(self, entry: Entry | None) -> bool:
@@ -656,18 +660,16 @@ class OrderedRules:
             self.rules.apply(step)
             return history.with_fact(fact) if can_have and step.effect == Effect.NONE else None
         is_late = history.is_behind(self._stamp) or history.has_before(fact)
-        if is_late or is_carried or (step.row is not None and history.relocates(step.row)):
-            history = history.with_fact(fact)
-            self._replay(step, history)
-            return history
-        self.rules.apply(step)
-        if len(history.facts) >= FACTS_MAX:
+        replays = is_late or is_carried or (step.row is not None and history.relocates(step.row))
+        if not replays:
+            self.rules.apply(step)
+        if len(history.facts) >= FACTS_MAX and not is_late:
             folded = self._fold(step, history)
-            if folded is None:
+            if folded is None and not replays:
                 return self._begin(step, is_carried)
-            history = folded
+            history = folded or history
         history = history.with_fact(fact)
-        if not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
+        if replays or not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
             self._replay(step, history)
         return history
 
@@ -748,7 +750,8 @@ class OrderedRules:
             step.relists = step.relists or is_listed_now
 
     def _replayed(self, step: Step, history: History) -> Step:
-        """Return a step with the result of all facts of a history."""
+        """Return a step with the result of all facts of a history, without what a listing shows."""
+        missing = set[str]()  # versions of which attributes were set, and that no listing had shown by then
         again = Step(step.operation, step.parent, step.name, step.raw, True, False, tombstone=history.buried)
         if history.base is not None:
             again.current = self._histories.entry_of(history.base)
@@ -761,5 +764,11 @@ class OrderedRules:
             rules.number(iter((fact.operation,)))
             again.operation, again.is_last, again.is_only = fact.operation, fact.is_last, fact.is_only
             again.is_again = fact.is_again
+            again.relists = False
             rules.apply(again)
+            if again.relists:
+                missing.add(fact.changes())
+            if settled := fact.settles():
+                missing.discard(settled)
+        again.relists = bool(missing)
         return again

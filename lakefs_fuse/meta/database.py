@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Never, cast
 
@@ -62,6 +63,9 @@ PROBE_BYTES = 64 << 10
 """Reopening the database writes less."""
 DAMAGED_MAX = 10_000
 """Keys of damaged rows in memory, so that each is counted once; no more are counted."""
+DELETED_ALONE_MAX = 1000
+"""The rows of a range are deleted one by one if there are no more than these. Whenever RocksDB reads a row, it looks
+through all ranges that were deleted since it last wrote a table, which would take ever longer."""
 INODES_RESERVED = 1 << 20
 """Inode numbers reserved in one write, so that issuing one is not a write."""
 
@@ -165,15 +169,32 @@ class RocksEngine:
     def write(self, steps: Sequence[Step], *, sync: bool) -> None:
         raw = WriteBatch(raw_mode=True)
         put, delete = raw.put, raw.delete
+        before: list[Rows] = []
         for rows, begin, end in steps:
             for key, value in rows.items():
                 if value is None:
                     delete(key)
                 else:
                     put(key, value)
-            if end:
+            if not end:
+                continue
+            before.append(rows)
+            few = self._few_keys(begin, end, before)
+            if few is None:
                 raw.delete_range(begin, end)
+            else:
+                for key in few:
+                    delete(key)
         self._raw.write(raw, self._synced if sync else self._plain)
+
+    def _few_keys(self, begin: bytes, end: bytes, before: Sequence[Rows]) -> set[bytes] | None:
+        """Return the keys in [begin, end), those of rows that are written ``before`` among them; None if there may be
+        more than DELETED_ALONE_MAX."""
+        if sum(map(len, before)) > DELETED_ALONE_MAX:
+            return None
+        keys = {key for key, _ in islice(self.items(begin, end), DELETED_ALONE_MAX + 1)}
+        keys.update(key for rows in before for key in rows if begin <= key < end)
+        return keys if len(keys) <= DELETED_ALONE_MAX else None
 
     def sync(self) -> None:
         self._raw.flush_wal(True)
@@ -324,9 +345,19 @@ class Database:
         self.reopened: list[Callable[[], None]] = []
         """Called when the database was opened again after a failed write, which, if it is too large to be undone, may
         have taken effect completely: state in memory about rows is read again."""
+        self.ingested: list[Callable[[], None]] = []
+        """Called when rows have come from elsewhere."""
         self.found_full: list[Callable[[], None]] = []
         """Called for each write for which the disk has no space."""
         self.changed = ChangedRows(self.get, self.get_many, self.scan)
+        self.lost_rows = self._note_losses(identity, is_repaired=is_repaired)
+        """Whether the database is new, or was damaged, so that missing rows may have existed. Until `end_loss`, also
+        after a restart."""
+        self._load_inodes()
+
+    def _note_losses(self, identity: str, *, is_repaired: bool) -> bool:
+        """Check that the database is that of the lake ``identity``, or make it so if it is new. Returns whether rows
+        may be missing."""
         stored = self.get(schema.SINGLE_IDENTITY)
         rows: Rows = {}
         if stored is None:
@@ -335,16 +366,14 @@ class Database:
             self.close()
             raise refusal
         is_noted = self.get(schema.SINGLE_LOST) is not None
-        self.lost_rows = is_repaired or stored is None or is_noted
-        """Whether the database is new, or was damaged, so that missing rows may have existed. Until `end_loss`, also
-        after a restart."""
-        if self.lost_rows and not is_noted:
+        may_miss_rows = is_repaired or stored is None or is_noted
+        if may_miss_rows and not is_noted:
             rows[schema.SINGLE_LOST] = b""
         if is_repaired:
             rows[schema.SINGLE_OUTDATED] = b""
         if rows:
             self.commit(Batch(rows), sync=True)
-        self._load_inodes()
+        return may_miss_rows
 
     def _refusal(self, identity: str, stored: str) -> CacheError | None:
         """Why this database, of the lake ``stored``, is not for the lake ``identity`` and this program."""
@@ -688,6 +717,8 @@ class Database:
         self._load_inodes()
         self.changed.load()
         self.note_move()
+        for listener in self.ingested:
+            listener()
 
     def copy_to(self, directory: Path) -> None:
         """Copy all present rows to a directory that does not exist yet: files are shared, so it takes little space and

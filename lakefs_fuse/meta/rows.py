@@ -171,6 +171,9 @@ class DeletionRows:
     def __init__(self, database: Database) -> None:
         self._db = database
         self._rows = PathRows(database, schema.DELETION, Deletion)
+        self._first = schema.DELETION_DUE
+        """No key of the index is before this one, so that scans pass over no rows that were deleted before."""
+        database.reopened.append(self._forget_first)
 
     def get(self, key: str) -> Deletion | None:
         return self._rows.get(key)
@@ -179,7 +182,9 @@ class DeletionRows:
         """Returns whether the key had none before."""
         had = self.delete(batch, deletion.key)
         self._rows.put(batch, deletion.key, deletion)
-        batch.rows[_due_key(deletion)] = b""
+        key = _due_key(deletion)
+        batch.rows[key] = b""
+        batch.committed.append(partial(self._note_added, key))
         return not had
 
     def delete(self, batch: Batch, key: str) -> bool:
@@ -193,15 +198,28 @@ class DeletionRows:
 
     def due(self, now_ns: int) -> Iterator[Deletion]:
         """Those that are due, the oldest first; the others cost nothing."""
-        for key, _ in self._db.scan(schema.DELETION_DUE, schema.DELETION_DUE + schema.NUMBER.pack(now_ns + 1)):
+        for key in self._keys_until(schema.DELETION_DUE + schema.NUMBER.pack(now_ns + 1)):
             deletion = self.get(key[9:].decode(*schema.PATH))
             if deletion is not None:
                 yield deletion
 
     def first_due_ns(self) -> int | None:
         """When the first is due; None if there is none."""
-        first = next(self._db.scan(schema.DELETION_DUE, schema.end_of(schema.DELETION_DUE)), None)
-        return None if first is None else int.from_bytes(first[0][1:9], "big")
+        first = next(self._keys_until(schema.end_of(schema.DELETION_DUE)), None)
+        return None if first is None else int.from_bytes(first[1:9], "big")
+
+    def _keys_until(self, end: bytes) -> Iterator[bytes]:
+        is_first = True
+        for key, _ in self._db.scan(self._first, end) if self._first < end else ():
+            if is_first:
+                self._first, is_first = key, False
+            yield key
+
+    def _note_added(self, key: bytes) -> None:
+        self._first = min(key, self._first)
+
+    def _forget_first(self) -> None:
+        self._first = schema.DELETION_DUE
 
     def keys(self) -> list[str]:
         return [key for key, _ in self._rows.items()]
@@ -312,7 +330,7 @@ class CommitRows:
         """Forget commits older than this, because no poll asks for them."""
         if time > self._kept_since:
             batch = Batch()
-            batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
+            batch.delete_range(*(_commit_key(schema.APPLIED, each, "") for each in (self._kept_since, time)))
             self._db.commit(batch)
             self._kept_since = time
 

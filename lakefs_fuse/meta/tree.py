@@ -61,6 +61,8 @@ ROWS_TOGETHER = 512
 """Rows whose keys are computed first, and which are then read together."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
 COOKIE_MAX = (1 << 64) - 1
+FIRST_MAX = 4096
+"""Directories of which the first entry is in memory."""
 PATHS_MAX = 1024
 """Directories whose paths are in memory. Each operation on a name needs the path of its directory two or three times,
 and each component is two rows."""
@@ -147,6 +149,11 @@ class Tree:
         """Directories of which another component holds all names; it listens to the events that keep its copy
         correct."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
+        self._first: dict[int, int] = {}
+        """By directory: a cookie below which it has no entry. Without it each look for the first entry of a directory
+        from which many were removed would have RocksDB read over all of their deleted rows."""
+        database.reopened.append(self._first.clear)
+        database.ingested.append(self._first.clear)
         self._sum_up()
         database.reopened.append(self._sum_up)
 
@@ -256,13 +263,28 @@ class Tree:
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
-        scan = self.database.scan(
-            schema.ENTRY + _PAIR.pack(parent, max(0, after + 1)), schema.ENTRY + _PAIR.pack(parent, until)
-        )
-        for key, row in scan:
+        is_first = after <= 0
+        begin = self._first.get(parent, 0) if is_first else after + 1
+        for key, row in self.database.scan(
+            schema.ENTRY + _PAIR.pack(parent, begin), schema.ENTRY + _PAIR.pack(parent, until)
+        ):
             entry = self._read(key, row)
-            if entry is not None:
-                yield entry
+            if entry is None:
+                continue
+            if is_first:
+                self._note_first(parent, entry.cookie)
+                is_first = False
+            yield entry
+
+    def _note_first(self, directory: int, cookie: int) -> None:
+        if len(self._first) >= FIRST_MAX:
+            self._first.clear()
+        self._first[directory] = cookie
+
+    def _note_added(self, directory: int, cookie: int) -> None:
+        """A committed batch added an entry."""
+        if cookie < self._first.get(directory, 0):
+            self._first[directory] = cookie
 
     def children_in_steps(self, parent: int, after: int = 0) -> Iterator[list[Entry]]:
         """As `children`, CHILDREN_AT_ONCE at a time, including names that are added between two steps. Between two
@@ -454,6 +476,7 @@ class Tree:
         number = NUMBER.pack(parent)
         names, entries = schema.NAME + number, schema.ENTRY + number
         added = 0
+        batch.committed.append(partial(self._note_added, parent, self.database.inode_next))
         for name, size, mtime_ns, etag in files:
             key = names + name
             if get(key) is not None:
@@ -474,6 +497,7 @@ class Tree:
         batch.rows[_name_key(entry)] = place[8:]
         batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = place
         batch.rows[schema.ENTRY + place] = pack_entry(entry)
+        batch.committed.append(partial(self._note_added, entry.parent, entry.cookie))
         if entry.parent in self.mirrored:
             for listener in self._events.mirrored_name_added:
                 listener(entry.parent, entry.name)

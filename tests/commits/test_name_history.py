@@ -15,6 +15,8 @@ from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
 from tests.commits.nodes import NS, Node, archive, at, node, plain, put
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import two_lakes
 
 
 def told(etag: str, path: str = "f") -> Put:
@@ -178,6 +180,21 @@ def test_histories_are_few(tmp_path: Path) -> None:
         assert new is None
         assert again is not None
         assert len(again.facts) <= FACTS_MAX
+
+
+async def test_histories_of_names_that_are_renamed_again_and_again_are_few(tmp_path: Path) -> None:
+    """As that of a file which a program replaces every second: each rename evaluates the histories of both names."""
+    async with two_lakes(MemoryStore(), tmp_path, pack="never") as (one, two):
+        await one.mkdir("d")
+        for number in range(2 * FACTS_MAX):
+            await one.write("d/new", b"%d" % number)
+            await one.rename("d/new", "d/f")
+            assert await two.poll()
+            assert await two.read("d/f") == b"%d" % number
+        for m in one, two:
+            found = Histories(m.fs.namespace.tree).get_many(["d/new", "d/f"])
+            assert [len(each.facts) <= FACTS_MAX for each in found if each is not None] == [True, True]
+            assert await m.names("d") == ["f"]
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rocksdict import Rdict
 
@@ -76,12 +76,17 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@pytest.mark.parametrize("alone", [0, 2, 1000])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(changes, st.lists(few_keys, max_size=5)), max_size=12))
 def test_a_row_is_what_the_last_batch_made_it(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[list[tuple[str, bytes, bytes]], list[bytes]]]
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: int,
+    steps: list[tuple[list[tuple[str, bytes, bytes]], list[bytes]]],
 ) -> None:
-    """Read one by one and together."""
+    """Read one by one and together, with ranges that are deleted as such, row by row, or either."""
+    monkeypatch.setattr(module, "DELETED_ALONE_MAX", alone)
     database = open_database(tmp_path_factory.mktemp("db") / "meta", "lake")
     rows: dict[bytes, bytes] = {}
     for changed, read in steps:
@@ -109,6 +114,26 @@ def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
     assert next(scan)[0] == b"Xa"
     put(database, b"Xb", b"Xd")
     assert [key for key, _ in scan] == [b"Xc"]
+    database.close()
+
+
+def test_reading_a_row_does_not_look_through_small_ranges_that_were_deleted(tmp_path: Path) -> None:
+    """As the removal of one directory after the other, and each poll that forgets commits."""
+    database = open_database(tmp_path / "meta", "lake")
+
+    def seconds(first: int) -> float:
+        took = 0.0
+        for number in range(first, first + 100):
+            batch = Batch()
+            batch.delete_range(b"Xd%06d" % number, b"Xd%06d" % (number + 1))
+            database.commit(batch)
+            began = time.thread_time()
+            assert database.get(b"Xa") is None
+            took += time.thread_time() - began
+        return took
+
+    took = [seconds(100 * number) for number in range(30)]
+    assert min(took[-5:]) < 10 * min(took[:5])  # 100 times where it does
     database.close()
 
 

@@ -125,6 +125,33 @@ def test_deletion_rows_have_these_bytes(database: Database) -> None:
     assert [deletion.etag for deletion in rows.due(258)] == ["b"]
 
 
+def test_look_for_due_deletions_begins_behind_those_that_were_made(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier one that comes later is found all the same."""
+    rows, begins, scan = DeletionRows(database), list[bytes](), database.scan
+
+    def noted(begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        begins.append(begin)
+        return scan(begin, end)
+
+    monkeypatch.setattr(database, "scan", noted)
+    batch, late = Batch(), Batch()
+    rows.put(late, Deletion("early", "", due_ns=3))
+    for number in range(10, 20):
+        rows.put(batch, Deletion(f"{number}", "", due_ns=number))
+    database.commit(batch)
+    for number in range(10, 19):
+        batch = Batch()
+        rows.delete(batch, f"{number}")
+        database.commit(batch)
+        assert rows.first_due_ns() == number + 1
+        assert begins[-1] == (b"H" if number == 10 else b"H" + number.to_bytes(8, "big") + b"%d" % number)
+    database.commit(late)
+    assert [deletion.key for deletion in rows.due(18)] == ["early"]
+    assert rows.first_due_ns() == 3
+
+
 def test_commit_rows_have_these_bytes(database: Database) -> None:
     commits = CommitRows(database)
     commits.record_refused(258, WRITER)

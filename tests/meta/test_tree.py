@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.model: dict[int, dict[bytes, Entry]] = {ROOT_INODE: {}}
         self.listings: dict[int, Listing] = {}
         self.inodes: set[int] = {ROOT_INODE}
+        self.late: list[tuple[Batch, Entry]] = []
 
     def teardown(self) -> None:
         if hasattr(self, "database"):
@@ -88,6 +90,22 @@ class TreeMachine(RuleBasedStateMachine):
         self.model[parent][sort_name] = entry
         if directory:
             self.model[entry.inode] = {}
+
+    @rule(which=st.integers(0, 50))
+    def insert_late(self, which: int) -> None:
+        """A name that gets its number, and so its cookie, before others are added, and that is committed after them."""
+        parent = self._directory(which)
+        batch, inode = Batch(), self.database.new_inode()
+        self.late.append((batch, self.tree.insert(batch, parent, b"late %d" % inode, 0, inode=inode)))
+
+    @rule()
+    def commit_late(self) -> None:
+        if self.late:
+            batch, entry = self.late.pop()
+            if entry.parent in self.model:
+                self.database.commit(batch)
+                self.inodes.add(entry.inode)
+                self.model[entry.parent][entry.name] = entry
 
     def _forget(self, entry: Entry) -> None:
         del self.model[entry.parent][entry.sort_name]
@@ -134,6 +152,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
+        self.late.clear()
         self.database.close()
         self.database = open_database(Path(self.directory.name) / "meta", "lake")
         self.tree = Tree(self.database)
@@ -227,6 +246,32 @@ def test_reading_on_after_a_cookie(database: Database) -> None:
     tree.remove(batch, made[5])
     database.commit(batch)
     assert list(tree.children(ROOT_INODE, first[-1].cookie)) == [made[4], *made[6:]]
+    database.close()
+
+
+def test_look_for_the_first_name_begins_behind_those_that_were_removed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RocksDB reads over their deleted rows one by one: removing a large directory, name by name, would take ever
+    longer."""
+    tree, batch = Tree(database), Batch()
+    made = [tree.insert(batch, ROOT_INODE, b"n%d" % number, 0) for number in range(10)]
+    database.commit(batch)
+    begins = list[bytes]()
+    scan = database.scan
+
+    def noted(begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        begins.append(begin)
+        return scan(begin, end)
+
+    monkeypatch.setattr(database, "scan", noted)
+    for number, entry in enumerate(made[:9]):
+        batch = Batch()
+        tree.remove(batch, entry)
+        database.commit(batch)
+        assert next(tree.children(ROOT_INODE)) == made[number + 1]
+        if number:
+            assert begins[-1] == schema.ENTRY + schema.NUMBER.pack(ROOT_INODE) + schema.NUMBER.pack(entry.cookie)
     database.close()
 
 

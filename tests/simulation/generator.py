@@ -72,6 +72,9 @@ def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPER
 ANNOUNCED_PROFILES = frozenset({"turns", "mixed", "names"})
 """Nothing but mounts changes the lake, and none dies: announcements alone make nodes agree."""
 ANNOUNCED_EVERY = 4
+CLOSE_PATHS = ("d0/**", "d1/**", "f0", "**/f1", "**/d0/**")
+"""Paths that some mounts under write-back store at once."""
+CLOSE_PATHS_SHARE = 0.35
 
 
 class _Maker:
@@ -117,6 +120,9 @@ class _Maker:
                 "delete_after_s": 150.0,
                 "durability": rng.choice(["close", "writeback", "writeback"]),
             }
+        chance = random.Random(f"rules/{profile}/{self.seed}/{self.nodes}")
+        if config.get("durability") == "writeback" and chance.random() < CLOSE_PATHS_SHARE:
+            config["rules"] = [{"path": chance.choice(CLOSE_PATHS), "durability": "close"}]
         if profile in ANNOUNCED_PROFILES and self.seed % ANNOUNCED_EVERY == ANNOUNCED_EVERY - 1:
             config["metadata_ttl_s"] = 3600.0
         capabilities: dict[str, object] = {}

@@ -17,9 +17,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import trio
 
-from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.config import MountConfig, Rule, Source, StoreConfig
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node, RandomStreams
@@ -175,6 +176,7 @@ class SimulatedNode:
         )  # fmt: skip
         directory = self._directory
         options: dict[str, object] = {"free_bytes_min": 0, **world.config, **self._config}
+        options["rules"] = msgspec.convert(options.get("rules", ()), tuple[Rule, ...])
         settings = MountConfig(store=STORE, mountpoint="/simulated", cache_dir=str(directory), **options)  # type: ignore[arg-type]
         node = Node(self.clock, streams, threads, disk, world.engines)
         failpoints.HOOK.set(self._reached)

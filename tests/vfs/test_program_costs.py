@@ -13,11 +13,12 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MEMORY_BYTES_MIN, MIB
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.segments import PREFIX
 from lakefs_fuse.vfs.writeback.queue import WriteBackQueue
 from tests.memory_store import MemoryStore
 from tests.mount.lakes import noise
-from tests.vfs.lakes import Lake, lake
+from tests.vfs.lakes import Lake, lake, two_lakes
 from tests.vfs.writing_back import NEVER_S, Outage, writing_back
 
 EXCLUSIVE = os.O_RDWR | os.O_EXCL
@@ -233,3 +234,28 @@ async def test_transaction_of_a_database_costs_one_put_for_each_fsync(tmp_path: 
         spent = kinds(store, before)
         assert spent["put"] <= fsyncs, spent
         await m.close(database)
+
+
+async def test_renaming_files_with_attributes_lists_their_directory_on_no_node(tmp_path: Path) -> None:
+    """As rsync does: a temporary file, closed, its times and mode, and its rename over the earlier one."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        await one.mkdir("d")
+        for number in range(5):
+            for name in (f"d/{number}", f"d/.{number}.tmp"):
+                await one.write(name, name.encode())
+                await one.setattr(name, mtime_ns=10**18 + number, mode=0o640)
+        await one.sync()
+        await two.poll()
+        assert len(await two.names("d")) == 10
+        begin = len(store.requests)
+        for number in range(5):
+            await one.rename(f"d/.{number}.tmp", f"d/{number}")
+            assert await two.poll()
+            assert (await one.found(f"d/{number}")).mode == 0o640
+            assert (await two.found(f"d/{number}")).mode == 0o640
+        for m in one, two:
+            assert await m.names("d") == ["0", "1", "2", "3", "4"]
+        listed = [each.key for each in store.requests[begin:] if each.what == "list"]
+        assert not [key for key in listed if not key.startswith(RESERVED_PREFIX)], "what a poll asks for left out"
+        assert await two.read("d/3") == b"d/.3.tmp"

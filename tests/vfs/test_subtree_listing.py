@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.vfs.namespace import subtree_listing
+from lakefs_fuse.vfs.namespace import outdated_names, subtree_listing
 from lakefs_fuse.vfs.namespace.subtree_listing import LARGE_S_FIRST, FlatListing
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from tests.memory_store import Failures, MemoryStore
@@ -155,6 +155,87 @@ async def test_a_name_that_was_asked_for_since_the_list_is_not_older_again(tmp_p
         assert await m.read("c/x") == b"newer"
         assert await m.names("c") == ["x"]
         assert await m.read("c/x") == b"newer"
+
+
+async def test_directories_in_which_another_node_changes_names_share_a_list(tmp_path: Path) -> None:
+    """In each a file gets another name between the LIST of one TTL and the next look at it."""
+    directories = [f"{number:02}" for number in range(24)]
+    store, clock = store_of(*(f"{each}/{name}" for each in directories for name in ("0", "x"))), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await list_all(one, *directories)
+        assert await list_all(two, *directories) == {each: ["0", "x"] for each in directories}
+        before, lists = len(store.requests), 0
+        for turn in range(1, 5):
+            for each in directories:
+                store.give(f"{each}/put {turn}", b"by another program")
+            clock.advance(TTL_S + 1)
+            for each in directories:
+                await two.lookup("00/x")  # begins a LIST if the last one is too old
+                lists += len(listings_of(store, before))
+                await one.rename(f"{each}/{turn - 1}", f"{each}/{turn}")
+                await one.sync()
+                assert await two.poll()
+                clock.advance(TTL_S / 100)
+                before = len(store.requests)
+                assert await two.names(each) == [str(turn), *(f"put {number + 1}" for number in range(turn)), "x"]
+            lists += len(listings_of(store, before))
+            before = len(store.requests)
+        assert lists <= 4 * (ROOT_LISTS + 1)
+
+
+async def test_what_another_node_announced_since_the_list_is_asked_for(tmp_path: Path) -> None:
+    store, clock = store_of("a/x", "b/x", "c/x", "d/x", "e/f/x"), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await list_all(two, "a", "b", "c", "d")
+        clock.advance(TTL_S + 1)
+        await list_all(two, "a", "b")
+        clock.advance(1)
+        await one.write("c/y", b"announced")
+        await one.write("e/f/y", b"announced, where nothing was listed")
+        await one.write("d/x", b"replaced")
+        await one.parts.committer.flush_announcements()
+        assert await two.poll()
+        assert await two.names("c") == ["x", "y"]
+        assert await two.names("e/f") == ["x", "y"]
+        assert await two.read("d/x") == b"replaced"
+        assert await two.read("c/y") == b"announced"
+
+
+async def test_list_counts_for_no_name_of_a_directory_in_which_others_announced_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated_names, "NAMES_MAX", 2)
+    store, clock = store_of("a/x", "b/x", "c/x"), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await list_all(two, "a", "b", "c")
+        clock.advance(TTL_S + 1)
+        await list_all(two, "a", "b")
+        clock.advance(1)
+        for number in range(4):
+            await one.write(f"c/{number}", b"announced")
+        await one.parts.committer.flush_announcements()
+        assert await two.poll()
+        assert await two.names("c") == ["0", "1", "2", "3", "x"]
+
+
+async def test_directory_that_a_name_was_asked_for_in_is_merged_from_the_list(tmp_path: Path) -> None:
+    store, clock = store_of("a/x", "b/x", "c/x", "c/y", "c/z"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await list_all(m, "a", "b", "c")
+        clock.advance(TTL_S + 1)
+        store.give("c/seen by the LIST", b"")
+        await list_all(m, "a", "b")
+        clock.advance(1)
+        store.give("c/x", b"newer")
+        store.take("c/y")
+        store.give("c/new", b"new")
+        c = (await m.found("c")).inode
+        for name in (b"x", b"y", b"new"):
+            await m.fs.namespace.lookup(c, name, ask=True)
+        before = len(store.requests)
+        assert await m.names("c") == ["new", "seen by the LIST", "x", "z"]
+        assert await m.read("c/x") == b"newer"
+        assert not listings_of(store, before)
 
 
 async def test_what_others_put_since_the_list_goes_along_with_a_rename(tmp_path: Path) -> None:

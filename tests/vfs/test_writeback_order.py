@@ -11,13 +11,26 @@ import trio.testing
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import Put
+from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rewrite, told, until, writing_back
+from tests.vfs.writing_back import (
+    LARGE,
+    NEVER_S,
+    REACH_S_MAX,
+    Outage,
+    die,
+    made_visible,
+    rewrite,
+    stored,
+    told,
+    until,
+    writing_back,
+)
 
 pytestmark = pytest.mark.usefixtures("noted_one_by_one")
 
@@ -263,3 +276,34 @@ async def test_rename_of_a_changed_file_twice_shows_no_older_bytes_between(tmp_p
         await m.fs.sync_names()
     async with lake(store, tmp_path / "another") as other:
         assert await other.tree() == {"c": b"after", "x": b""}
+
+
+@pytest.mark.parametrize("how", ["fsync", "close"])
+async def test_removal_that_waits_for_a_large_file_holds_up_no_other_directory(tmp_path: Path, how: str) -> None:
+    """A program removes the checkpoint before last while the newest is being sent, and goes on with its log."""
+    store = MemoryStore()
+    store.give("ckpt/1", b"an old one")
+    pause = store.hook = Pause(lambda request: request.what == "put" and request.key == "ckpt/2")
+    rules = (Rule(path="logs/**", durability="close"),) if how == "close" else ()
+    async with writing_back(store, tmp_path, rules=rules) as m:
+        await m.mkdir("logs")
+        await m.write("ckpt/2", b"a large one")
+        await m.unlink("ckpt/1")
+        try:
+            assert m.parts.committer.held_until, "the removal waits for ckpt/2"
+            with trio.fail_after(REACH_S_MAX):
+                handle = await m.create("logs/log")
+                await m.fs.write(handle, 0, b"a line")
+                if how == "fsync":
+                    await m.fs.fsync(handle)
+                await m.close(handle)
+            assert store.data("logs/log") == b"a line"
+            assert m.parts.committer.held_until
+        finally:
+            pause.resume()
+        await m.sync()
+        await stored(m)
+        assert await m.names("ckpt") == ["2"]
+    async with lake(store, tmp_path / "another") as m:
+        assert await m.names("ckpt") == ["2"]
+        assert await m.read("logs/log") == b"a line"

@@ -447,7 +447,7 @@ class Namespace:
         asked_ns = self._clock_ns()
         flight = Flight(asked_ns)
         key = self.keys.checked_key(prefix, component)
-        self._subtrees.directory_asked(directory)
+        self._subtrees.name_asked(directory, name, self._directories_above)
         with self._watching(directory, flight):
             page = await self._lists.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
             found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
@@ -584,6 +584,7 @@ class Namespace:
                 self._subtrees.directory_asked(directory)
             else:
                 flight.date_back(flat.began_ns)
+                flight.touched |= flat.touched.get(directory, set())
             if await self._list_below(directory, prefix, flight, flat):
                 return
 
@@ -592,7 +593,9 @@ class Namespace:
         while (entry := self.tree.entry(at)) is not None:
             names.append((entry.parent, entry.name))
             at = entry.parent
-        return Place(directory, self.prefix(directory), names)
+        listing, (outdated, listed_ns) = self.tree.listing(directory), self._outdated.of(directory)
+        is_listed = listing is not None and (listing.at_ns > 0 or listed_ns > 0)
+        return Place(directory, self.prefix(directory), names, is_listed, outdated)
 
     async def _list_below(self, directory: int, prefix: str, flight: Flight, flat: FlatListing | None) -> bool:
         """List a directory once, and merge it. Returns False if it was renamed meanwhile. Raises LakeError."""
@@ -857,10 +860,10 @@ class Namespace:
                 if each.hides != (entry.etag if entry is not None and entry.is_plain else absent):
                     yield each.path
 
-    def _directories_above(self, directory: int) -> Iterator[int]:
+    def _directories_above(self, directory: int) -> Iterator[tuple[int, bytes]]:
         while directory != ROOT_INODE and (entry := self.tree.entry(directory)) is not None:
             directory = entry.parent
-            yield directory
+            yield directory, entry.name
 
     def renew_inode(self, entry: Entry) -> None:
         """Give the present version of a name a new inode, because the kernel keeps the size of a known inode. Raises

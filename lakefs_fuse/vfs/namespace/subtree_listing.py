@@ -6,9 +6,10 @@ page, each directory below is merged from that page while it is no older than th
 again for a while, and the next one further down is.
 
 What always holds (*as if it were slow*): a directory is merged from a `FlatListing` as if a LIST of that directory had
-begun with it and ended now. A directory is never merged from it if a name in it was changed or asked for since, or if
-the directory itself has come to its path since. Memory is bounded: `FLAT_LISTINGS_MAX` pages, and the changes since
-they began.
+begun with it and ended now: names that were changed or asked for since stay as they are (`FlatListing.touched`). A
+directory is never merged from it if it was listed alone since, if it has come to its path since, or if no earlier
+listing answers for the names that would stay. Memory is bounded: `FLAT_LISTINGS_MAX` pages, and the changes since they
+began.
 
 Trio thread only; all code between two awaits is atomic. A crash leaves nothing behind.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -50,6 +51,9 @@ class Place:
     inode: int
     prefix: str
     names: Sequence[tuple[int, bytes]]
+    is_listed: bool = False
+    """True if an earlier listing counts for the directory's names but for those that are ``outdated``."""
+    outdated: Collection[bytes] = ()
 
 
 @dataclass(slots=True)
@@ -61,10 +65,12 @@ class FlatListing:
     """Keys that no listing may show, as of the beginning and the end of the LIST."""
     objects: list[ObjectMeta] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    changed: set[int] = field(default_factory=set)
-    """Directories in or below which a name changed since the LIST began."""
+    touched: dict[int, set[bytes]] = field(default_factory=dict)
+    """Names that were changed or asked for since the LIST began, by directory, and in directories above changed names
+    the names that lead there."""
+    touched_count: int = 0
     asked: set[int] = field(default_factory=set)
-    """Directories about which the store was asked since, or has to be asked."""
+    """Directories that were listed alone since, or have to be."""
     is_complete: bool = False
     renamed: set[tuple[int, bytes]] = field(default_factory=set)
     """Names that changed since the LIST began, with their directories."""
@@ -77,10 +83,20 @@ class FlatListing:
         self.keys = [meta.key for meta in self.objects]
         self.is_complete = True
 
+    def touch(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """Leave a name, given with its directory, and those that lead there from above to what is known of them now."""
+        for directory, name in names:
+            touched = self.touched.setdefault(directory, set())
+            if name in touched:
+                return  # and those above are, too: a rename of a directory touches those above its new place
+            touched.add(name)
+            self.touched_count += 1
+
     def answers(self, place: Place) -> bool:
-        """Return whether the directory can be merged from this listing, because nothing happened to it since."""
+        """Return whether the directory can be merged from this listing, but for its touched names."""
+        touched = self.touched.get(place.inode, ())
         return (
-            place.inode not in self.changed
+            (not touched or (place.is_listed and not any(name in touched for name in place.outdated)))
             and place.inode not in self.asked
             and self.renamed.isdisjoint(place.names)
             and not any(key.startswith(place.prefix) and "/" not in key[len(place.prefix) :] for key in self.strays)
@@ -139,17 +155,27 @@ class SubtreeListings:
         self.flat_listings: OrderedDict[str, FlatListing] = OrderedDict()
         """Flat listings by prefix, including those under way. While it is empty, `name_changed` need not be called."""
 
-    def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[int]]) -> None:
-        """Record that a name changes now. ``above`` returns the directories above its directory."""
-        for prefix, flat in [*self.flat_listings.items()]:
+    def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[tuple[int, bytes]]]) -> None:
+        """Record that a name changes now. ``above`` returns the name of its directory, and of each above, with the
+        directory that it is in."""
+        for flat in self._live():
             flat.renamed.add((directory, name))
-            if directory not in flat.changed:
-                flat.changed.update((directory, *above(directory)))
-            if not self._is_recent(flat.began_ns) or len(flat.renamed) + len(flat.changed) > CHANGES_MAX:
+        self.name_asked(directory, name, above)
+
+    def name_asked(self, directory: int, name: bytes, above: Callable[[int], Iterable[tuple[int, bytes]]]) -> None:
+        """Record that the store is asked about a name now. See `name_changed`."""
+        for flat in self._live():
+            flat.touch(((directory, name), *above(directory)))
+
+    def _live(self) -> list[FlatListing]:
+        """Drop flat listings that are too old, or below which too much changed, and return the rest."""
+        for prefix, flat in [*self.flat_listings.items()]:
+            if not self._is_recent(flat.began_ns) or len(flat.renamed) + flat.touched_count > CHANGES_MAX:
                 del self.flat_listings[prefix]
+        return [*self.flat_listings.values()]
 
     def directory_asked(self, directory: int) -> None:
-        """Record that the store is asked about names in a directory, or must be: flat listings no longer cover it."""
+        """Record that a directory is listed alone, or must be: flat listings no longer cover it."""
         for flat in self.flat_listings.values():
             flat.asked.add(directory)
 

@@ -108,7 +108,6 @@ class Directories:
         else:
             await self._unlinker.unlink(file, self._leave_name if file.has_lost_name else self._unlink)
         self._unlinker.forget_name(entry)
-        self._ns.touch(parent)
 
     async def _unlink(self, entry: Entry, late: Sequence[ObjectMeta] = ()) -> None:
         """Remove the row of a name, and journal the removal if other nodes may see the name. ``late`` are objects at
@@ -117,6 +116,7 @@ class Directories:
         if row is None:
             return
         batch = Batch()
+        self._ns.touch(row.parent, batch)
         self._unlinker.journal_dropped(batch, self._files.get(entry.inode))
         path, beside = self._ns.path_of(row), list(late)
         if row.is_local and beside:
@@ -146,6 +146,7 @@ class Directories:
             self._ns.database.commit(batch)
         else:
             self._ns.renew_inode(row)
+        self._ns.touch(row.parent)
         self._ns.invalidate_name(row.parent, row.name)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:

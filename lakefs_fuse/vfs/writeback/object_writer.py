@@ -120,11 +120,6 @@ class ObjectWriter:
         self._unrecorded = WeakKeyDictionary[Draft, Unrecorded]()
         """Drafts that the store has. If one could not be recorded, the next attempt continues from here."""
 
-    @property
-    def are_names_held(self) -> bool:
-        """Return whether changes of names wait for versions that were acknowledged before them."""
-        return bool(self._committer.held_until)
-
     async def store(
         self, file: OpenFile, draft: Draft, *, alone: bool = False, is_synced: bool = False
     ) -> StoredVersion:

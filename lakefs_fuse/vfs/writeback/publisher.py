@@ -353,6 +353,6 @@ class Publisher:
                 await trio.sleep(WAIT_DURABLE_S)
 
     async def _drain_before(self, file: OpenFile) -> None:
-        """Wait until acknowledged versions of the file, and those before it, are durable. Raises LakeError."""
-        held = self._writer.are_names_held
-        await self._queue.drain(self._queue.before(file.key, are_names_held=held))
+        """Wait until acknowledged versions of the file, and all in its directory and below, are durable. Raises
+        LakeError."""
+        await self._queue.drain(self._queue.below(file.key.rpartition("/")[0]))

@@ -541,10 +541,6 @@ class WriteBackQueue:
 
     # -- asking for durability
 
-    def before(self, path: str, *, are_names_held: bool) -> list[AcknowledgedVersion]:
-        """Return the versions that must be durable before the file at ``path``, and those of the file itself."""
-        return list(self.versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
-
     def below(self, directory: str) -> list[AcknowledgedVersion]:
         """Return the versions acknowledged at or below a path."""
         if not directory:
