@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lakefs_fuse.commits.record import Put
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
 from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rewrite, told, until, writing_back
@@ -263,3 +264,31 @@ async def test_rename_of_a_changed_file_twice_shows_no_older_bytes_between(tmp_p
         await m.fs.sync_names()
     async with lake(store, tmp_path / "another") as other:
         assert await other.tree() == {"c": b"after", "x": b""}
+
+
+async def test_fsync_while_the_file_is_closed_and_changed_again_keeps_its_versions_in_order(tmp_path: Path) -> None:
+    """The fsync waits for `before`. Meanwhile a program closes the file, and another one begins to append to it."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
+        await m.write("before", b"x")
+        first = await m.create("log")
+        await m.fs.write(first, 0, b"1")
+        store.hook = pause = pause_of_commits()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.fsync, first)
+            await reached(pause.reached)
+            await m.close(first)
+            second = await m.open("log", os.O_RDWR)
+            await m.fs.write(second, 1, b"2")
+            pause.resume()
+        async with lake(store, tmp_path / "other") as other:
+            assert await other.read("log") in (b"1", b"12"), "what was written before the fsync"
+        await m.close(second)
+        third = await m.open("log", os.O_RDWR)
+        await m.fs.write(third, 2, b"3")
+        await m.close(third)
+        assert await m.read("log") == b"123"
+        await m.fs.make_durable()
+        assert await m.read("log") == b"123"
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"before": b"x", "log": b"123"}
