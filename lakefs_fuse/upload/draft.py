@@ -911,6 +911,8 @@ class Draft:
             self.size = max(self.size, staged_bytes)
         self._journaled_end, count = self.size, layout.count(self.size)
         self.parts.load(part for part in record.parts if not (part.staged and writing) and part.index < count)
+        for index in filter(self.parts.is_dropped, list(self.parts)):
+            self.pages.forget(index)  # a record that drops parts still names their pages, which may be holes
         if writing and self.base is None:
             for index in range(layout.count(self.size)):
                 if self.parts.is_dropped(index):
