@@ -650,6 +650,7 @@ class Draft:
     def acknowledge(self, sequence: int) -> None:
         """Enter ACKNOWLEDGED, as number ``sequence``. The caller holds the draft alone, has synced it, and saves the
         record. Pages that are fetched later are not synced, and in no segment, so records name those of now."""
+        self.recheck = self.recheck or self.state is DraftState.FAILED  # an attempt may have had no answer
         self.transition(DraftState.ACKNOWLEDGED)
         self.sequence = sequence
         if self.base is not None or self.spills.used:
