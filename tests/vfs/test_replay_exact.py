@@ -676,3 +676,38 @@ async def test_death_while_a_change_is_completed_from_its_base_leaves_no_zeros(
         assert await m.read("f") == after
         await stored(m)
         assert store.data("f") == after
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_acknowledged_version_survives_a_rename_of_the_file_that_is_being_changed(
+    tmp_path: Path, is_stored: bool
+) -> None:
+    """The store is away, and the change is not closed when the daemon dies: nobody was told that it is safe."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    async with writing_back(store, tmp_path / "cache") as m:
+        if is_stored:
+            await m.write("f", b"stored")
+            await stored(m)
+        outage.away = True
+        await rewrite(m, "f", b"acknowledged") if is_stored else await m.write("f", b"acknowledged")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"change")
+        await m.rename("f", "renamed")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        objects = copy.deepcopy(store.objects)
+        await m.close(handle)
+        assert await m.tree() == {"renamed": b"changeledged"}
+        outage.away = False
+        await stored(m)
+        assert await m.tree() == {"renamed": b"changeledged"}
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"renamed": b"changeledged"}
+    store.objects = objects
+    async with writing_back(store, dead) as m:
+        await stored(m)
+        await m.sync()
+        assert await m.tree() == {"renamed": b"acknowledged"}
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"renamed": b"acknowledged"}
