@@ -269,5 +269,5 @@ class GroupCommit:
                 draft.save(sync=True)
             except CacheError as error:  # it is published all the same, but does not survive a crash
                 closing.error = error
-        if not closing.file.unlinked:
+        if not closing.file.unlinked or closing.file.is_being_unlinked:  # that may fail, and ends the version otherwise
             self.queue.add(closing.file, draft)
