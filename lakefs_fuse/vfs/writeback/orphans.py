@@ -137,7 +137,7 @@ class Orphans:
                 elif record.unlinked:
                     await self._forsake(record)
                     await self.abort(record.id)
-                elif await self._is_published(record):
+                elif record.state is not DraftState.WRITING and await self._is_published(record):
                     await self.abort(record.id)
             except LakeError as error:
                 log.warning("what became of %s cannot be told now: %s", record.key, error)
@@ -312,8 +312,10 @@ class Orphans:
             self._db.commit(batch)
 
     async def _is_published(self, record: DraftRecord) -> bool:
-        if record.state is DraftState.WRITING:
-            return False
+        """Return whether the store has the present bytes of a record. Raises LakeError.
+
+        After a power cut that may be true of one that says WRITING: what its daemon journaled last was not synced, nor
+        were the staged bytes."""
         if await self._reconciliation.is_in_pack(record):
             return True
         meta = await self._reconciliation.published(record)
