@@ -397,14 +397,14 @@ class Orphans:
             self._drop(record)
             return
         await self._check_replaceable(record)
-        whole = msgspec.structs.replace(record, refused=[])
-        draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
+        draft = restore_draft(self._services, record, lambda: (record.metadata, record.metadata_multipart))
+        draft.refused.waive()
         try:
             async with draft.gate:
                 path = path_of(record)
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
-            self.records[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            self.records[record.id] = draft.record()
             if isinstance(error, Overtaken | PreconditionFailed):  # also of the version whose parts are copied
                 raise self._replaced(record) from error
             raise
