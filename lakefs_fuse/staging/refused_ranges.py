@@ -23,11 +23,13 @@ UNKNOWN = "the disk was too full to journal which bytes"
 class RefusedRanges:
     """Sorted, disjoint ranges [start, end), the errno that the first write got, and its message."""
 
-    __slots__ = ("errno", "ranges", "why")
+    __slots__ = ("errno", "is_waived", "ranges", "why")
 
     def __init__(self, ranges: Sequence[tuple[int, int]] = (), code: int = 0, why: str = "") -> None:
         self.ranges = list(ranges)
         self.errno, self.why = code, why
+        self.is_waived = False
+        """True if the user has asked to store the version without them."""
 
     def __bool__(self) -> bool:
         return bool(self.ranges)
@@ -74,6 +76,10 @@ class RefusedRanges:
         for start, end in other.ranges:
             self._merge(start, end)
 
+    def waive(self) -> None:
+        """Let the version be stored without these bytes. That is not journaled: after a crash it is asked for again."""
+        self.is_waived = True
+
     def describe(self) -> str:
         """The missing ranges, in one line."""
         if self.errno == KILLED:
@@ -83,8 +89,8 @@ class RefusedRanges:
         return f"bytes {shown}{f' and {more} more ranges' if more > 0 else ''} were refused ({self.why})"
 
     def check(self, path: str) -> None:
-        """Raise FileError, with the errno of the first refused write, if there are any ranges."""
-        if self.ranges:
+        """Raise FileError, with the errno of the first refused write, if there are any ranges; not if `waive`d."""
+        if self.ranges and not self.is_waived:
             remedy = "save it" if self.errno == KILLED else "write them"
             raise FileError(
                 self.errno or errno.EIO,

@@ -531,7 +531,7 @@ class StagedFile:
     async def _read(self, offset: int, length: int) -> bytes:
         if self._memory is not None:
             return bytes(self._memory[offset : offset + length])
-        if self.spot is not None and self._fd == NO_FILE:
+        if self.spot is not None and not self._has_file:
             return self._staging.segments.read(self.spot, offset, length)
         if length < THREAD_BYTES_MIN:
             return pread_all(self.fd, length, offset)

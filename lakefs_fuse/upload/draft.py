@@ -118,6 +118,7 @@ class Draft:
         """`publish` holds it alone, and keeps writers and truncation out."""
         self._idle = Wakeup()
         self._staged_bytes = self._journaled_end = 0  # the newest record names no staged bytes beyond the second
+        self._synced_pages: dict[int, bytes] | None = None  # see `acknowledge`
         self.uses = PartUses(self.layout)
         self._parts_written_out: set[int] = set()
         """Parts whose writeout to the local disk has begun."""
@@ -648,9 +649,12 @@ class Draft:
 
     def acknowledge(self, sequence: int) -> None:
         """Enter ACKNOWLEDGED, as number ``sequence``. The caller holds the draft alone, has synced it, and saves the
-        record."""
+        record. Pages that are fetched later are not synced, and in no segment, so records name those of now."""
+        self.recheck = self.recheck or self.state is DraftState.FAILED  # an attempt may have had no answer
         self.transition(DraftState.ACKNOWLEDGED)
         self.sequence = sequence
+        if self.base is not None or self.spills.used:
+            self._synced_pages = self.pages.dump()
 
     @property
     def is_unknown_to_store(self) -> bool:
@@ -861,7 +865,7 @@ class Draft:
             part_bytes_max=self.layout.part_bytes_max,
             # No part is in the store before an upload began.
             parts=self.parts.records() if self.upload.intent_ns or self.parts.bytes_dropped else [],
-            pages=self.pages.dump(),
+            pages=self.pages.dump() if self._synced_pages is None else self._synced_pages,
             error=str(self.error) if self.error else "",
             spilled=self.spills.used,
             spills=self.spills.dump() if self.spills.used else [],
@@ -901,11 +905,15 @@ class Draft:
         self.refused = RefusedRanges(record.refused, record.refused_errno, record.refused_why)
         self.pages.load(record.pages)
         self.spills.load(record.spills, record.spilled)
+        if self.sequence and (self.base is not None or self.spills.used):
+            self._synced_pages = record.pages
         writing, layout = record.state is DraftState.WRITING, self.layout
         if writing and self.base is None:
             self.size = max(self.size, staged_bytes)
         self._journaled_end, count = self.size, layout.count(self.size)
         self.parts.load(part for part in record.parts if not (part.staged and writing) and part.index < count)
+        for index in filter(self.parts.is_dropped, list(self.parts)):
+            self.pages.forget(index)  # a record that drops parts still names their pages, which may be holes
         if writing and self.base is None:
             for index in range(layout.count(self.size)):
                 if self.parts.is_dropped(index):

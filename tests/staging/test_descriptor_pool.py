@@ -112,3 +112,16 @@ async def test_segments_read_of_a_segment_that_was_cut_raises(tmp_path: Path) ->
         segments.read(spot, 0, 10)
     assert segments.read(spot, 1, 3) == b"123"
     segments.close()
+
+
+async def test_pool_file_copied_from_a_segment_and_changed_is_read_from_its_own_file_again(tmp_path: Path) -> None:
+    staging = staging_in(tmp_path, 1)
+    file = StagedFile(staging, "a", "key", spot=kept(staging.segments, b"segment"))
+    await file.write(10, b"fetched")
+    other = StagedFile.create(staging, "b", "key")  # which takes its descriptor
+    assert len(staging.descriptors) == 1
+    assert await file.read(0, 17) == b"segment\0\0\0fetched"
+    assert await file.read(0, 17, in_file=True) == b"segment\0\0\0fetched"
+    for each in (file, other):
+        each.close(unlink=True)
+    staging.segments.close()

@@ -201,3 +201,23 @@ async def test_truncate_where_the_journal_names_no_bytes_costs_no_record(tmp_pat
         await draft.truncate(10)
         assert draft.saves == saves
         draft.close(unlink=True)
+
+
+async def test_restore_after_parts_were_dropped_reads_and_hashes_no_hole_as_their_bytes(tmp_path: Path) -> None:
+    """The record that drops the parts was saved before their staged pages became holes."""
+    data = noise("new", 8 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        await acknowledge(draft)
+        assert draft.drop_uploaded(keep_recent=False)
+        again = as_after_a_crash(b, draft)
+        again.count_staged()
+        assert bytes(await again.read(0, PART)) == data[:PART]
+        with pytest.raises(StagingFull):
+            await again.read(PART, PART)
+        published = await b.publish(again)
+        assert b.store.data("file") == data
+        assert published.hashes == [0]
+        again.close(unlink=True)

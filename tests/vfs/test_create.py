@@ -398,7 +398,7 @@ async def test_it_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The close may have been answered for a file that nobody wants; then it is wanted again, and accepted late."""
+    """It is acknowledged although it is about to be removed, because that may fail."""
     going_on, written = threading.Event(), segments.Group.write
 
     def slow(group: segments.Group) -> None:
@@ -430,6 +430,43 @@ async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, mo
             while told(m)["accepted"] != 2:
                 await trio.sleep(0.01)
         assert await m.read("second") == b"2"
+
+
+async def test_file_that_was_closed_while_its_removal_goes_on_survives_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, going_on, written, failing = MemoryStore(), threading.Event(), segments.Group.write, trio.Event()
+
+    def slow(group: segments.Group) -> None:
+        going_on.wait(WAIT_S_MAX)
+        written(group)
+
+    async def fails(*_: object) -> None:
+        await failing.wait()
+        raise CacheError("no room")
+
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S) as m:
+        said = Closed()
+        monkeypatch.setattr(Promptness, "is_prompt", False)
+        monkeypatch.setattr(segments.Group, "write", slow)
+        take_closed(m, [await received(m, "first", b"1")], said)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        take_closed(m, [await received(m, "second", b"2")], said)
+
+        async def remove() -> None:
+            with pytest.raises(CacheError):
+                await m.unlink("second")
+
+        monkeypatch.setattr(Directories, "_unlink", fails)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(remove)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            going_on.set()
+            assert await said.wait(2) == [None, None]
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+            failing.set()
+    async with writing_back(store, dead) as m:
+        assert await m.tree() == {"first": b"1", "second": b"2"}
 
 
 async def test_its_new_name_could_not_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 import trio.testing
 
+from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.errors import AccessDenied, CacheError, CacheFull, FileError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.staging import segments
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.vfs.ops import io
 from tests.memory_store import Failures, MemoryStore, Pause
@@ -493,3 +496,36 @@ async def test_exchange_that_the_disk_refuses_half_way_loses_neither_file(tmp_pa
         async with lake(store, tmp_path / "2", clock=clock) as other:
             assert await other.tree() == await m.tree()
         assert await m.tree() in kept
+
+
+async def test_removal_that_fails_while_the_file_is_acknowledged_leaves_a_file_that_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal begins when the bytes are being synced, so `close()` is answered before it fails."""
+    store, writing, going_on, write = MemoryStore(), threading.Event(), threading.Event(), segments.Group.write
+
+    def slow(group: segments.Group) -> None:
+        writing.set()
+        going_on.wait()
+        write(group)
+
+    async with writing_back(store, tmp_path / "cache") as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, OLD)
+        monkeypatch.setattr(Promptness, "is_prompt", False)
+        monkeypatch.setattr(segments.Group, "write", slow)
+
+        async def remove() -> None:
+            with pytest.raises(CacheFull):
+                await m.unlink("f")
+
+        with failing_commit(after=1):  # that of the acknowledgement
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(m.close, handle)
+                await reached(writing)
+                nursery.start_soon(remove)
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                going_on.set()
+        await stored(m)
+        assert store.data("f") == OLD
+        assert await m.read("f") == OLD

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging import staging_area
-from tests.memory_store import MemoryStore
+from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import Outage, die, state, stored, told, until, writing_back
@@ -342,6 +342,26 @@ async def test_next_daemon_after_a_refused_write_publishes_nothing(
     async with lake(store, dead, durability=durability) as m:
         await m.fs.finish_orphan(orphans(m)[0].id, incomplete=True)
         assert store.data("f")[2 * PIECE :] == noise("new", SIZE)[2 * PIECE :]
+
+
+async def test_incomplete_orphan_that_cannot_be_finished_is_incomplete_for_the_next_daemon(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("f", noise("old", SIZE))
+        orphan = await release_in_vain(m, await incomplete(m, "f"))
+        store.hook = Failures(lambda request: request.what == "complete_multipart", AccessDenied("no"), count=9)
+        with pytest.raises(AccessDenied):
+            await m.fs.finish_orphan(orphan.id, incomplete=True)
+        assert orphans(m)[0].missing == orphan.missing
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        store.hook = lambda _request, _when: None
+    async with lake(store, dead, orphans="finish") as m:
+        (left,) = orphans(m)
+        assert left.missing == orphan.missing
+        assert store.data("f") == noise("old", SIZE)
+        await m.fs.finish_orphan(left.id, incomplete=True)
+        assert len(store.data("f")) == SIZE
+        assert orphans(m) == []
 
 
 async def test_writeback_does_not_accept_an_incomplete_file(tmp_path: Path) -> None:

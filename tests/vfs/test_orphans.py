@@ -18,7 +18,7 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta import schema
-from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
@@ -508,6 +508,32 @@ async def test_deleted_while_open_is_never_brought_back(tmp_path: Path) -> None:
         assert m.fs.unfinished() == []
         assert await m.names() == []
     assert (store.objects, store.uploads, staged(dead)) == ({}, {}, [])
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+async def test_file_whose_name_goes_while_it_is_open_is_unlinked_in_the_same_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    store, commit, died = MemoryStore(), Database.commit, list[Path]()
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", 100))
+        inode = (await m.found("file")).inode
+        if how == "replaced":
+            await m.create("other")
+
+        def commit_and_die(database: Database, batch: Batch, *, sync: bool = False) -> None:
+            commit(database, batch, sync=sync)
+            if not died and m.parts.namespace.tree.entry(inode) is None:
+                died.append(die(tmp_path / "cache", tmp_path / "dead"))
+
+        monkeypatch.setattr(Database, "commit", commit_and_die)
+        if how == "removed":
+            await m.unlink("file")
+        else:
+            await m.rename("other", "file")
+    async with lake(store, *died) as m:
+        assert len(m.fs.unfinished()) == (how == "replaced"), "of the other file, which is also being written"
 
 
 async def test_many_orphans(tmp_path: Path) -> None:

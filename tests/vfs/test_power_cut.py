@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.commits.archive import RECORD_NAME
 from lakefs_fuse.commits.record import COMMITS, decode
@@ -23,7 +24,19 @@ from lakefs_fuse.vfs.writeback.group_commit import LOGGED_BYTES_MAX
 from tests.memory_store import MemoryStore, Request, When
 from tests.upload.drafting import noise
 from tests.vfs.lakes import lake
-from tests.vfs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, stored, told, until, writing_back
+from tests.vfs.writing_back import (
+    LARGE,
+    NEVER_S,
+    PART,
+    REACH_S_MAX,
+    Outage,
+    die,
+    rewrite,
+    stored,
+    told,
+    until,
+    writing_back,
+)
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -381,3 +394,25 @@ async def test_object_that_a_journaled_change_tells_of_is_told_of_once_after_a_p
         await m.fs.make_durable()
         assert await m.tree() == {"file": noise(1, 100)}
     assert said(store)[len(before) :] == ["file"]
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_power_cut_after_close_leaves_an_orphan_that_does_not_replace_the_stored_file(
+    tmp_path: Path, size: int
+) -> None:
+    """Under `--durability close` neither the end of the journal record is synced, nor any staged byte."""
+    store, cache, after = MemoryStore(), tmp_path / "cache", tmp_path / "after"
+    async with lake(store, cache) as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, noise("f", size))
+        with trio.fail_after(REACH_S_MAX):
+            while sum(each.parts_done for each in m.fs.unfinished()) < size // PART:
+                await trio.sleep(0.002)
+        die(cache, after)
+        await m.close(handle)
+    for path in (after / "staging").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    async with lake(store, after, orphans="finish") as m:
+        assert [each for each in m.fs.unfinished() if each.id != "names"] == []
+        assert await m.read("f") == noise("f", size)
+    assert store.data("f") == noise("f", size)

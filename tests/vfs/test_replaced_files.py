@@ -211,3 +211,35 @@ async def test_packed_file_over_an_unknown_object_of_parts_is_changed_although_t
             await two.fs.sync_names()
             await one.poll()
             assert await one.read("f") == b"second"
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+async def test_open_for_writing_of_a_file_that_is_removed_meanwhile_does_not_bring_it_back(
+    tmp_path: Path, change: str
+) -> None:
+    """OPEN waits for the mode that another client gave the file."""
+    store = MemoryStore()
+    store.give("f", b"old" * 100)
+    async with lake(store, tmp_path) as m:
+        inode = (await m.found("f")).inode
+        if change == "replaced":
+            await m.write("new", b"new")
+        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "f"))
+
+        async def append() -> None:
+            with pytest.raises(FileError) as caught:
+                handle = await m.fs.open(inode, os.O_WRONLY)
+                await m.fs.write(handle, 300, b"more")
+                await m.close(handle)
+            assert caught.value.errno == errno.ESTALE, "the kernel looks the name up again"
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(append)
+            await reached(pause.reached)
+            if change == "removed":
+                await m.unlink("f")
+            else:
+                await m.rename("new", "f")
+            pause.resume()
+        await m.fs.make_durable()
+        assert await m.tree() == ({} if change == "removed" else {"f": b"new"})

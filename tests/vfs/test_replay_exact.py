@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 
@@ -13,18 +14,20 @@ from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.commits import committer
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.staging.segments import Group
+from lakefs_fuse.staging.part_layout import PAGE_BYTES
+from lakefs_fuse.staging.segments import PREFIX, Group
 from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.writeback import group_commit as accepting
+from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake
-from tests.vfs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
+from tests.vfs.writing_back import KIB, LARGE, NEVER_S, PART, Outage, die, rewrite, stored, told, until, writing_back
 
 
 @pytest.fixture(autouse=True)
@@ -636,3 +639,75 @@ async def test_acknowledged_file_keeps_its_name_while_the_store_is_asked_before_
             finally:
                 pause.resume()
         assert await m.names("d") == []
+
+
+@pytest.mark.parametrize(("size", "offset"), [(30 * KIB, 0), (LARGE, 0), (LARGE, LARGE - 100)])
+async def test_death_while_a_change_is_completed_from_its_base_leaves_no_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, offset: int
+) -> None:
+    """What was fetched of the version before is not where the record says: the power was cut, or it names a segment."""
+    monkeypatch.setattr(publisher, "COPY_BYTES_MAX", 0)  # `close()` does not fetch it
+    store, before = MemoryStore(), noise("before", size)
+    after = before[:offset] + b"new" + before[offset + 3 :]
+    store.give("f", before)
+
+    def is_first(request: Request) -> bool:
+        return request.what == "put" or (request.what, request.number) == ("upload_part", 1)
+
+    async with writing_back(store, tmp_path / "cache") as m:
+        store.hook = pause = Pause(is_first)
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, offset, b"new")
+        await m.close(handle)
+        await reached(pause.reached)
+        await until(lambda: store.count("upload_part") >= size // PART)
+        await trio.sleep(0.05)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        objects, uploads = copy.deepcopy(store.objects), copy.deepcopy(store.uploads)
+        pause.resume()
+        await stored(m)
+        assert store.data("f") == after
+    store.objects, store.uploads = objects, uploads
+    for path in (dead / "staging").iterdir():
+        if not path.name.startswith(PREFIX):
+            begin = offset // PAGE_BYTES * PAGE_BYTES
+            path.write_bytes(bytes(begin) + after[begin : begin + PAGE_BYTES])
+    async with writing_back(store, dead) as m:
+        assert await m.read("f") == after
+        await stored(m)
+        assert store.data("f") == after
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_acknowledged_version_survives_a_rename_of_the_file_that_is_being_changed(
+    tmp_path: Path, is_stored: bool
+) -> None:
+    """The store is away, and the change is not closed when the daemon dies: nobody was told that it is safe."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    async with writing_back(store, tmp_path / "cache") as m:
+        if is_stored:
+            await m.write("f", b"stored")
+            await stored(m)
+        outage.away = True
+        await rewrite(m, "f", b"acknowledged") if is_stored else await m.write("f", b"acknowledged")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"change")
+        await m.rename("f", "renamed")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        objects = copy.deepcopy(store.objects)
+        await m.close(handle)
+        assert await m.tree() == {"renamed": b"changeledged"}
+        outage.away = False
+        await stored(m)
+        assert await m.tree() == {"renamed": b"changeledged"}
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"renamed": b"changeledged"}
+    store.objects = objects
+    async with writing_back(store, dead) as m:
+        await stored(m)
+        await m.sync()
+        assert await m.tree() == {"renamed": b"acknowledged"}
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"renamed": b"acknowledged"}

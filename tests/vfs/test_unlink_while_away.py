@@ -14,7 +14,7 @@ from lakefs_fuse.vfs.writeback import queue
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake
-from tests.vfs.writing_back import LARGE, REACH_S_MAX, die
+from tests.vfs.writing_back import LARGE, NEVER_S, REACH_S_MAX, die, writing_back
 
 LAST = "put", "complete_multipart"
 MIB = 1 << 20
@@ -111,3 +111,30 @@ async def test_open_file_is_fetched_before_it_is_removed(tmp_path: Path, monkeyp
         del store.objects["f"]
         assert await m.read_handle(reader) == noise(1, BASE_BYTES)
         await m.fs.release(reader)
+
+
+@pytest.mark.parametrize("change", ["removed", "renamed"])
+async def test_file_acknowledged_after_a_sync_without_answer_leaves_nothing_under_its_name(
+    tmp_path: Path, change: str
+) -> None:
+    """The store has what the `fsync` sent, although that failed; `close()` then waits for the local disk only."""
+    store, data = MemoryStore(), noise(1, 1000)
+    async with writing_back(store, tmp_path / "cache", pack="auto", delay_s=NEVER_S) as m:
+        assert await m.names() == []
+        lost = LostRequest(store, is_carried_out=True)
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, data)
+        with pytest.raises(Unavailable):
+            await m.fs.fsync(handle)
+        await m.close(handle)
+        assert lost.is_away
+        assert "f" in store.objects
+        store.hook = lambda _request, _when: None
+        if change == "removed":
+            await m.unlink("f")
+        else:
+            await m.rename("f", "new")
+        await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == ({} if change == "removed" else {"new": data})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import queue as writeback
-from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.memory_store import MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
 from tests.vfs.writing_back import (
@@ -307,3 +308,31 @@ async def test_removal_that_waits_for_a_large_file_holds_up_no_other_directory(t
     async with lake(store, tmp_path / "another") as m:
         assert await m.names("ckpt") == ["2"]
         assert await m.read("logs/log") == b"a line"
+
+
+async def test_fsync_while_the_file_is_closed_and_changed_again_keeps_its_versions_in_order(tmp_path: Path) -> None:
+    """The fsync waits for `before`. Meanwhile a program closes the file, and another one begins to append to it."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
+        await m.write("before", b"x")
+        first = await m.create("log")
+        await m.fs.write(first, 0, b"1")
+        store.hook = pause = pause_of_commits()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.fsync, first)
+            await reached(pause.reached)
+            await m.close(first)
+            second = await m.open("log", os.O_RDWR)
+            await m.fs.write(second, 1, b"2")
+            pause.resume()
+        async with lake(store, tmp_path / "other") as other:
+            assert await other.read("log") in (b"1", b"12"), "what was written before the fsync"
+        await m.close(second)
+        third = await m.open("log", os.O_RDWR)
+        await m.fs.write(third, 2, b"3")
+        await m.close(third)
+        assert await m.read("log") == b"123"
+        await m.fs.make_durable()
+        assert await m.read("log") == b"123"
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"before": b"x", "log": b"123"}

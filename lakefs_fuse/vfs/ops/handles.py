@@ -92,6 +92,8 @@ class Handles:
             entry = now
         if writable or flags & os.O_TRUNC:
             entry = await self._attributes.getattr(inode)  # the next version keeps what this one's metadata says
+            if self.files.get(inode) is None and self._attributes.is_unlinked(inode):
+                raise FileError(errno.ESTALE)  # a version of it would bring the name back
         file = self.files.acquire(entry, writer=writable)
         try:
             if writable or flags & os.O_TRUNC:

@@ -200,8 +200,9 @@ class RenamePreparation:
 
     async def _drain_older(self, source: Entry) -> None:
         """Publish, or else supersede, acknowledged versions that are not the newest. They become visible under the old
-        name or not at all. First publish versions that were restored at mount, which may be in the store under that
-        name already. Raises LakeError."""
+        name or not at all, unless the newest is not acknowledged: then they stay, because it does not survive a crash.
+        First publish versions that were restored at mount, which may be in the store under that name already. Raises
+        LakeError."""
         file = self._files.get(source.inode)
         if file is not None and (replayed := self._writeback.unreconciled(file)):
             await self._retry_while_away(file.key, partial(self._writeback.drain, replayed))
@@ -211,6 +212,9 @@ class RenamePreparation:
             try:
                 await self._writeback.drain(items)
             except LakeError as error:
+                if file.draft is None or not file.draft.sequence:
+                    log.info("acknowledged versions of %s are renamed with it: %s", file.key, error)
+                    return
                 log.info("only the newest version of %s is renamed and stored: %s", file.key, error)
             self._writeback.supersede_all(file)
 

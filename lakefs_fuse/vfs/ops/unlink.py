@@ -177,9 +177,9 @@ class Unlinker:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), path=path)))
 
     def journal_dropped(self, batch: Batch, file: OpenFile | None) -> None:
-        """Write to the batch that acknowledged versions of a file are unlinked: its name is removed or replaced."""
+        """Write to the batch that no version of a file has a name: that is removed or replaced."""
         for draft in [each.draft for each in file.versions] if file is not None else []:
-            if draft is not None and draft.sequence:
+            if draft is not None:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))
 
 

@@ -152,7 +152,7 @@ class GroupCommit:
             self._closing.clear()
 
     async def _commit_group(self, group: list[Closing]) -> None:
-        linked = [closing for closing in group if not closing.file.unlinked]
+        linked = [closing for closing in group if _is_named(closing.file)]
         failure: LakeError | None = LakeError("the mount is ending")
         try:
             for write in self._steps(linked, Batch()) if linked else ():
@@ -269,5 +269,10 @@ class GroupCommit:
                 draft.save(sync=True)
             except CacheError as error:  # it is published all the same, but does not survive a crash
                 closing.error = error
-        if not closing.file.unlinked:
+        if _is_named(closing.file):
             self.queue.add(closing.file, draft)
+
+
+def _is_named(file: OpenFile) -> bool:
+    """Return whether the file has a name. That is being removed may fail; otherwise it ends the version."""
+    return not file.unlinked or file.is_being_unlinked

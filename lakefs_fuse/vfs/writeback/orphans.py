@@ -137,7 +137,7 @@ class Orphans:
                 elif record.unlinked:
                     await self._forsake(record)
                     await self.abort(record.id)
-                elif await self._is_published(record):
+                elif record.state is not DraftState.WRITING and await self._is_published(record):
                     await self.abort(record.id)
             except LakeError as error:
                 log.warning("what became of %s cannot be told now: %s", record.key, error)
@@ -312,8 +312,10 @@ class Orphans:
             self._db.commit(batch)
 
     async def _is_published(self, record: DraftRecord) -> bool:
-        if record.state is DraftState.WRITING:
-            return False
+        """Return whether the store has the present bytes of a record. Raises LakeError.
+
+        After a power cut that may be true of one that says WRITING: what its daemon journaled last was not synced, nor
+        were the staged bytes."""
         if await self._reconciliation.is_in_pack(record):
             return True
         meta = await self._reconciliation.published(record)
@@ -395,14 +397,14 @@ class Orphans:
             self._drop(record)
             return
         await self._check_replaceable(record)
-        whole = msgspec.structs.replace(record, refused=[])
-        draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
+        draft = restore_draft(self._services, record, lambda: (record.metadata, record.metadata_multipart))
+        draft.refused.waive()
         try:
             async with draft.gate:
                 path = path_of(record)
                 await self._writer.finish(draft, path, partial(self._check_replaceable, record))
         except BaseException as error:
-            self.records[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            self.records[record.id] = draft.record()
             if isinstance(error, Overtaken | PreconditionFailed):  # also of the version whose parts are copied
                 raise self._replaced(record) from error
             raise

@@ -118,10 +118,17 @@ class Publisher:
         await self._publish_newest(file, is_synced=False)
 
     async def _publish_newest(self, file: OpenFile, *, is_synced: bool) -> None:
-        if self._queue.versions:
+        """Store the version that is the newest at the call, after those that were acknowledged before. A later one is
+        not stored in its place, because versions that wait for the store may have been acknowledged between them."""
+        draft = file.draft
+        while self._queue.versions:
             await self._drain_before(file)
-        if file.draft is not None:
-            await self._publish(file, file.draft, is_synced=is_synced)
+            if draft is None or draft is file.draft or draft.state is DraftState.PUBLISHED:
+                break
+            if self._queue.item_of(draft) is None:  # superseded by a version that was acknowledged since
+                draft = file.behind[-1].draft if file.behind else file.draft
+        if draft is not None and draft is file.draft:
+            await self._publish(file, draft, is_synced=is_synced)
         else:
             await self._writer.commit_location(file.key)
 
