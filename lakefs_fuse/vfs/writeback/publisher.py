@@ -126,7 +126,10 @@ class Publisher:
             if draft is None or draft is file.draft or draft.state is DraftState.PUBLISHED:
                 break
             if self._queue.item_of(draft) is None:  # superseded by a version that was acknowledged since
-                draft = file.behind[-1].draft if file.behind else file.draft
+                newer = file.behind[-1].draft if file.behind else file.draft
+                if newer is draft:
+                    break
+                draft = newer
         if draft is not None and draft is file.draft:
             await self._publish(file, draft, is_synced=is_synced)
         else:
