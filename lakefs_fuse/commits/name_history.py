@@ -52,6 +52,10 @@ from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
 """Facts of a name. Beyond these, the older half goes into the base."""
+PENDING_FACTS_MAX = 128
+"""Facts of a name while one of them is of a change that is in no commit yet: these, and later ones of other nodes, stay
+apart from the base, or it would not be known that another node's version is newer than the change. Some 20 KB, which
+take 10 ms to apply again. Beyond these, the history starts again."""
 OBJECTS_MAX = 1000
 """Object references kept in memory. The files of one record mostly have their bytes in few packs."""
 DOUBTS_AT_ONCE = 128
@@ -662,21 +666,22 @@ class OrderedRules:
             return history
         self.rules.apply(step)
         if len(history.facts) >= FACTS_MAX:
-            folded = self._fold(step, history)
-            if folded is None:
+            history = self._fold(step, history)
+            if len(history.facts) >= PENDING_FACTS_MAX:
                 return self._begin(step, is_carried)
-            history = folded
         history = history.with_fact(fact)
         if not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
             self._replay(step, history)
         return history
 
-    def _fold(self, step: Step, history: History) -> History | None:
-        """Return a history with its older half in the base; None if changes of this node are among these facts, whose
-        times are not known yet."""
-        older = history.facts[: FACTS_MAX // 2]
-        if older[-1].stamp >= PENDING:
-            return None
+    def _fold(self, step: Step, history: History) -> History:
+        """Return a history with its older half in the base, but for changes of this node whose times are not known yet,
+        and what other nodes said since the first of them was made."""
+        made = next((fact.time for fact in history.facts if fact.stamp >= PENDING), PENDING)
+        half = max(FACTS_MAX // 2, len(history.facts) - FACTS_MAX)
+        older = [fact for fact in history.facts[:half] if fact.stamp < made]
+        if not older:
+            return history
         again = self._replayed(step, msgspec.structs.replace(history, facts=older))
         base = self._histories.base_after(again)
         since = max(history.since, older[-1].stamp)

@@ -155,6 +155,25 @@ async def test_late_rename_of_many_names_leaves_newer_versions_at_the_old_ones(
         assert a.shown() == b.shown() == await fresh(site)
 
 
+async def test_late_changes_of_one_name_leave_a_newer_version_however_many_they_are(tmp_path: Path) -> None:
+    """A job on a node that is cut off points a link at each of its checkpoints. The name was that of an object once."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(change(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1")))
+        await a.committer.commit(change(Remove("f", hides="e1"), link("f", "before")))
+        await b.poller.poll()
+        for number in range(3 * name_history.FACTS_MAX):
+            site.clock.seconds += 1
+            a.enqueue(link("f", f"ours {number}"))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert target(a, "f") == "theirs"
+        assert a.shown() == b.shown() == await fresh(site)
+
+
 @pytest.mark.parametrize("theirs", ["relocated", "removed"])
 async def test_late_rename_of_bytes_that_are_gone_leaves_what_others_see(tmp_path: Path, theirs: str) -> None:
     """A collection, or another node's removal, has deleted the object that the journaled rename names."""
