@@ -774,11 +774,14 @@ class Committer:
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
         """Repeat a commit under a new time, because its PUT took so long that polls may be past its own.
 
-        Operations on names that later commits change are left out, whether the writers of those saw this one or not.
-        Here the repetition is applied without its moves: what was renamed has moved already, and the source of a rename
-        may be something else by now. Returns the repetition if it was stored late, too. Raises LakeError."""
+        Operations on names that later commits change are left out, whether the writers of those saw this one or not; so
+        are removals, renames and symbolic links at names where another client has stored a plain object since. Here the
+        repetition is applied without its moves: what was renamed has moved already, and the source of a rename may be
+        something else by now. Returns the repetition if it was stored late, too. Raises LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
-        change = linked(this, record, await still_newest(self._log, record))
+        said = Change(operations=await still_newest(self._log, record), objects=record.objects, made=record.time)
+        said = said.without(said.about(await self._withdrawal.find_overtaken(said)))
+        change = linked(this, record, said.operations)
         if not change.operations:
             return None
         again = replace(

@@ -367,6 +367,36 @@ async def test_late_rename_that_is_said_again_leaves_a_file_that_is_created_mean
         assert a.found("g").size == 5
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [Remove("f", by_date=True), link("f"), Put("f", 1, 0, 1, 0o644, 0, 0, 0)],
+    ids=["removal", "link", "rename"],
+)
+async def test_late_change_of_names_that_is_said_again_leaves_an_object_that_is_stored_meanwhile(
+    tmp_path: Path, operation: Operation
+) -> None:
+    """The machine was suspended while it sent the commit. No commit names what another node has created since."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            objects = [ObjectRef(), ObjectRef("elsewhere", "e0", 1)]
+            change = Change(operations=[Remove("g"), operation], objects=objects)
+            nursery.start_soon(a.committer.commit, change)
+            await reached(pause.reached)
+            site.store.hook = no_fault
+            site.clock.seconds = 200
+            theirs = site.store.put("f", b"theirs")
+            site.clock.seconds = 300
+            pause.resume()
+        assert len(site.commits()) == 2
+        await b.committer.commit(Change(operations=[link("later")]))
+        for each in (a, b):
+            await each.poller.poll()
+            each.list(theirs)
+            assert each.found("f").etag == theirs.etag
+
+
 LATE_S = 300
 
 
