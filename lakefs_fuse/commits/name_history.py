@@ -190,10 +190,11 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
-    def has_version_since(self, time: int, hides: str, own: Collection[int]) -> bool:
+    def has_version_since(self, time: int, hides: str, own: Collection[int], *, is_named: bool = False) -> bool:
         """Return whether the newest commit of another node after ``time`` gave the name a version that was not known
-        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node, of changes
-        before this one: a version of theirs that is later has replaced the other node's."""
+        then. The plain object with the ETag ``hides`` was known, unless it was put there again; with ``is_named``, only
+        that counts. ``own`` are times of commits of this node, of changes before this one: a version of theirs that is
+        later has replaced the other node's."""
         later = [fact for fact in self.facts if time < fact.stamp < PENDING and fact.place() is not None]
         others = [fact for fact in later if fact.run and fact.stamp not in own]
         if not others or isinstance(others[-1].operation, Remove):
@@ -203,8 +204,10 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         if any(not isinstance(fact.operation, Remove) for fact in after):
             return False
         if isinstance(said, Put) and said.object == OWN:
-            return said.hides != hides or said.dated_s * NS > time
-        return newest.place() not in [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
+            is_again = newest.is_again or said.dated_s * NS > time
+            return is_again if said.hides == hides else not is_named
+        known = [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
+        return not is_named and newest.place() not in known
 
     def withdrawn(self, stamp: int, time: int) -> History:
         """Return the history without what a pending change said under this stamp. What cannot be separated from the

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lakefs_fuse.commits import name_history, path_tree
 from lakefs_fuse.commits.archive import Member
@@ -13,8 +14,10 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.meta.sorted_tables import drop_names
 from tests.commits.committing import Daemon, Site
+from tests.commits.nodes import NS
 
 LATER_S = 3600.0
 PACK = ObjectRef("elsewhere", "e0", 1)
@@ -348,6 +351,39 @@ async def test_removal_that_names_a_plain_object_is_sent_over_a_newer_version(tm
             assert target(daemon, "f") == "theirs"
         tombstone = b.tree.tombstones.get(b"f")
         assert tombstone is not None and tombstone.when_named("e1")
+
+
+@pytest.mark.parametrize("way", ["heard", "unheard", "read_again"])
+@pytest.mark.parametrize("is_dated", [False, True])
+async def test_removal_that_names_a_plain_object_leaves_the_same_bytes_that_are_stored_again(
+    tmp_path: Path, is_dated: bool, way: str
+) -> None:
+    """Their ETag is the same, which makes no version of them: markers without bytes are written by every run of a job.
+    Another program's object, of which no commit tells, is not asked for."""
+    site = Site(tmp_path)
+    meta = site.store.put("f", b"")
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.committer.commit(change(Put("f", OWN, 0, 0, 0o644, 0, 0, 0, hides=meta.etag)))
+            await b.poller.poll()
+            site.clock.seconds = 10
+            a.enqueue(Remove("f", hides=meta.etag), doomed=(Deletion("f", meta.etag),))
+            site.clock.seconds = LATER_S
+            site.store.put("f", b"")
+            again = Put("f", OWN, 0, 0, 0o644, 0, 0, 0, hides=meta.etag)
+            if is_dated:
+                again = replace(again, dated_s=site.clock() // NS)
+            await b.committer.commit(change(again) if is_dated else change(Remove("f"), again))
+            if way == "heard":
+                await a.poller.poll()
+            if way == "read_again":
+                drop_names(a.database)
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            await a.committer.flush()
+            await b.poller.poll()
+            assert list(a.shown()) == ["f"] and not a.doomed() and not a.committer.journal.changes
+            assert a.shown() == b.shown() == await fresh(site)
 
 
 @pytest.mark.parametrize("is_read_again", [False, True])
