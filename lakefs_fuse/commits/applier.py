@@ -135,14 +135,22 @@ class Applier:
         """Wait until no record is being applied in steps, because the next may build on all of it."""
         await self._tree.barrier.wait_lowered()
 
-    async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
-        """Apply another node's whole record in steps of `STEP_OPERATIONS`, with the result of `apply`.
+    async def apply_in_steps(
+        self,
+        record: Record,
+        this: ObjectRef,
+        *,
+        whole: bool = True,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+    ) -> None:
+        """Apply a record in steps of `STEP_OPERATIONS`, with the result of `apply`.
 
         Other tasks run between steps, and requests about the record's names wait for the end."""
         await self._tree.barrier.wait_lowered()
         try:
             await self._raise_barrier(record)
-            await self.apply_behind_barrier(record, this, whole=True, outdated=outdated)
+            await self.apply_behind_barrier(record, this, whole=whole, own=own, outdated=outdated)
         finally:
             self._tree.barrier.lower()
 

@@ -625,7 +625,7 @@ class Committer:
             except LakeError as error:
                 self.error = error
                 raise
-            if self._late is not None:
+            if self._late is not None and not in_steps:  # else `run` does it, once the caller has lowered the barrier
                 try:
                     await self._reconcile()
                 except LakeError as error:  # the caller's commit is in the store all the same: `run` tries again
@@ -744,7 +744,7 @@ class Committer:
             return
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
-            self._applier.apply(record, this, whole=True)
+            await self._apply(record, this)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
         if self._late is not None:
@@ -789,7 +789,7 @@ class Committer:
             objects=change.objects, operations=change.operations, stored=[],
         )  # fmt: skip
         this = await self._log.put_record(again)
-        self._applier.apply(replace(again, moves=[]), this, whole=True, own=True)
+        await self._apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
@@ -923,8 +923,15 @@ class Committer:
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.follow(record.time)
-            self._applier.apply(_own_part(record, sending), this, whole=False)
+            await self._apply(_own_part(record, sending), this, whole=False)
         self._end_sending(sending)
+
+    async def _apply(self, record: Record, this: ObjectRef, *, whole: bool = True, own: bool = False) -> None:
+        """Apply a commit that the store has, in steps if it is large: no caller has raised the barrier."""
+        if len(record.operations) > OPERATIONS_AT_ONCE:
+            await self._applier.apply_in_steps(record, this, whole=whole, own=own)
+        else:
+            self._applier.apply(record, this, whole=whole, own=own)
 
 
 def _changes_are(count: int) -> str:
