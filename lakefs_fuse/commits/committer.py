@@ -686,6 +686,11 @@ class Committer:
         try:
             meta = await self._put(key, body, Unsure(records[0], doomed))
             is_announced = self._clock.wall_ns() - time <= LATE_NS
+        except BaseException:
+            if self.unsure is not None and self.journal.sending is None:
+                with suppress(CacheError):
+                    self.journal.begin_sending(sending)  # the next daemon asks for it, if this one does not
+            raise
         finally:
             self._unannounced.end(stored, is_announced=is_announced)
         reached("commit.sent")
@@ -741,14 +746,14 @@ class Committer:
         meta = await self._log.find(self._log.key(record.time))
         if meta is None:
             self.unsure = None
+            self.journal.pass_over_sending()
             return
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
             await self._apply(record, this)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
-        if self._late is not None:
-            self._end_sending(Sending(record.time, this.key))
+        self._end_sending(Sending(record.time, this.key))
         self.unsure = None
 
     def _found(self, record: Record, meta: ObjectMeta) -> ObjectRef:
@@ -898,10 +903,11 @@ class Committer:
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
-        """Find out what became of the last commit with journaled changes. If its answer is not known, the store is
-        asked, and a commit that it has is recorded."""
+        """Find out what became of the last commit of which a row tells. If its answer is not known, the store is asked,
+        and a commit that it has is recorded. One without journaled changes is left to `_reconcile_unsure`, if this
+        daemon has sent it."""
         sending = self.journal.sending
-        if sending is None:
+        if sending is None or not (self.unsure is None or sending.sequences or sending.passed):
             return
         try:
             meta = await self._log.head(sending.key)
@@ -923,7 +929,7 @@ class Committer:
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.follow(record.time)
-            await self._apply(_own_part(record, sending), this, whole=False)
+            await self._apply(_own_part(record, sending), this, whole=not sending.operations)
         self._end_sending(sending)
 
     async def _apply(self, record: Record, this: ObjectRef, *, whole: bool = True, own: bool = False) -> None:

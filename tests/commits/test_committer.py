@@ -476,6 +476,35 @@ async def test_late_commit_that_was_not_repeated_is_repeated_by_the_next_daemon(
 
 
 @pytest.mark.parametrize("is_journaled", [False, True])
+async def test_late_commit_whose_answer_is_lost_is_repeated_by_the_next_daemon(
+    tmp_path: Path, is_journaled: bool
+) -> None:
+    """The network goes away again, and the machine is restarted. It is a rename, or a pack, that waited for nothing."""
+    site = Site(tmp_path)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            if is_journaled:
+                a.enqueue(link("l"))
+            with pytest.RaisesGroup(Unavailable):
+                await commit_late(site, a, link("m"), then=Away(mute=True))
+            site.kill(a, "dead")
+        site.store.hook = no_fault
+        await poll_past(b)
+        with site.daemon("dead") as next_one:
+            await next_one.committer.reconcile_journal()
+            assert sorted(next_one.shown()) == ["l"] * is_journaled + ["m"]
+            await next_one.committer.flush()
+            await b.poller.poll()
+            assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
+            site.kill(next_one, "dead again")
+        with site.daemon("dead again") as last:
+            await last.committer.reconcile_journal()
+            await last.committer.flush()
+        assert len(site.commits()) == 3
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
 async def test_late_commit_whose_answer_is_lost_is_repeated_when_it_is_found(
     tmp_path: Path, is_journaled: bool
 ) -> None:
