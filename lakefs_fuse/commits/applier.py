@@ -135,14 +135,22 @@ class Applier:
         """Wait until no record is being applied in steps, because the next may build on all of it."""
         await self._tree.barrier.wait_lowered()
 
-    async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
-        """Apply another node's whole record in steps of `STEP_OPERATIONS`, with the result of `apply`.
+    async def apply_in_steps(
+        self,
+        record: Record,
+        this: ObjectRef,
+        *,
+        whole: bool = True,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+    ) -> None:
+        """Apply a record in steps of `STEP_OPERATIONS`, with the result of `apply`.
 
         Other tasks run between steps, and requests about the record's names wait for the end."""
         await self._tree.barrier.wait_lowered()
         try:
             await self._raise_barrier(record)
-            await self.apply_behind_barrier(record, this, whole=True, outdated=outdated)
+            await self.apply_behind_barrier(record, this, whole=whole, own=own, outdated=outdated)
         finally:
             self._tree.barrier.lower()
 
@@ -263,25 +271,29 @@ class Applier:
     def replaced_since(self, change: Change, own: Collection[int]) -> set[str]:
         """Return the paths of which other nodes have committed newer versions since the journaled change was made, and
         which it would replace or remove. ``own`` are times of commits of this node."""
-        replacing = change.replacing()
-        histories = zip(replacing.items(), self._histories.get_many(replacing), strict=True)
+        replacing, removing = change.replacing(), change.removing()
+        named = {**removing, **replacing}
         return {
             path
-            for (path, hides), history in histories
-            if history is not None and history.has_version_since(change.made, hides, own)
+            for (path, hides), history in zip(named.items(), self._histories.get_many(named), strict=True)
+            if history is not None
+            and history.has_version_since(change.made, hides, own, is_named=path not in replacing)
         }
 
     def rows_since(self, change: Change, own: Collection[int]) -> set[str]:
         """As `replaced_since`, for a change that is not in effect, by what the tree holds."""
-        replacing = change.replacing()
+        replacing, removing = change.replacing(), change.removing()
+        named = {**removing, **replacing}
         self.paths.forget_paths()
-        rows = self.paths.find_many([path.encode(*schema.PATH) for path in replacing])
-        return {
-            path
-            for (path, hides), row in zip(replacing.items(), rows, strict=True)
-            if row is not None and change.made < row.stamp < PENDING and row.stamp not in own
-            if not (row.is_plain and row.etag == hides)
-        }
+        rows = self.paths.find_many([path.encode(*schema.PATH) for path in named])
+        found = set[str]()
+        for (path, hides), row in zip(named.items(), rows, strict=True):
+            if row is None or not change.made < row.stamp < PENDING or row.stamp in own:
+                continue
+            is_same = row.is_plain and row.etag == hides
+            if (not is_same and path in replacing) or (is_same and row.flags & Flag.PUT_AGAIN):
+                found.add(path)
+        return found
 
     def have_histories(self, paths: Set[str]) -> bool:
         """Return whether it is known of all names what they are without pending changes."""

@@ -54,8 +54,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     def replacing(self) -> dict[str, str]:
         """Return the paths at which the change replaces or removes any file there, with the ETags that it hides.
 
-        A removal that names the version of a plain object is not among them: it touches no other version. Nor is what
-        states where an acknowledged file is, or is of an earlier program."""
+        A removal that names the version of a plain object is not among them (`removing`): it touches no other version.
+        Nor is what states where an acknowledged file is, or is of an earlier program."""
         if self.ahead or not self.made:
             return {}
         found: dict[str, str] = {}
@@ -69,6 +69,23 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(each, Put) and each.object == OWN:
                 found.pop(each.path, None)
         return found
+
+    def removing(self) -> dict[str, str]:
+        """Return the paths at which the change removes the version of a plain object that it names, with the ETags; as
+        `replacing` otherwise. The same bytes that are there again are another version."""
+        if self.ahead or not self.made:
+            return {}
+        removals = (each for each in self.operations if isinstance(each, Remove) and not each.directory)
+        named = {each.path: each.hides for each in removals if each.hides and not each.by_date}
+        for each in self.operations if named else ():
+            if isinstance(each, Put) and each.object == OWN:
+                named.pop(each.path, None)
+        return named
+
+    def ends_versions(self) -> bool:
+        """Return whether the change may replace or remove a version of which this node did not know when it was made:
+        `replacing` or `removing` is not empty."""
+        return bool(self.replacing() or self.removing())
 
     def referred(self) -> dict[str, ObjectRef]:
         """Return the object elsewhere that each file in `replacing` has its bytes in, by path."""

@@ -625,7 +625,7 @@ class Committer:
             except LakeError as error:
                 self.error = error
                 raise
-            if self._late is not None:
+            if self._late is not None and not in_steps:  # else `run` does it, once the caller has lowered the barrier
                 try:
                     await self._reconcile()
                 except LakeError as error:  # the caller's commit is in the store all the same: `run` tries again
@@ -636,11 +636,11 @@ class Committer:
         """Withdraw what other nodes have overtaken in the changes of the next commit. The caller sends it, or plans it,
         before other tasks run. Raises LakeError."""
         asked = set[int]()
-        while replacing := [each for each, change in self._first_sendable().items() if change.replacing()]:
-            late = [each for each in self._withdrawal.late(replacing) if each not in asked]
+        while ending := [each for each, change in self._first_sendable().items() if change.ends_versions()]:
+            late = [each for each in self._withdrawal.late(ending) if each not in asked]
             if not late:
                 self._apply_unapplied()
-                self._withdrawal.withdraw_overtaken(replacing)
+                self._withdrawal.withdraw_overtaken(ending)
                 break
             await self._withdrawal.ask(late)
             asked.update(late)
@@ -686,6 +686,11 @@ class Committer:
         try:
             meta = await self._put(key, body, Unsure(records[0], doomed))
             is_announced = self._clock.wall_ns() - time <= LATE_NS
+        except BaseException:
+            if self.unsure is not None and self.journal.sending is None:
+                with suppress(CacheError):
+                    self.journal.begin_sending(sending)  # the next daemon asks for it, if this one does not
+            raise
         finally:
             self._unannounced.end(stored, is_announced=is_announced)
         reached("commit.sent")
@@ -741,14 +746,14 @@ class Committer:
         meta = await self._log.find(self._log.key(record.time))
         if meta is None:
             self.unsure = None
+            self.journal.pass_over_sending()
             return
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, self.writer):
-            self._applier.apply(record, this, whole=True)
+            await self._apply(record, this)
         for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
-        if self._late is not None:
-            self._end_sending(Sending(record.time, this.key))
+        self._end_sending(Sending(record.time, this.key))
         self.unsure = None
 
     def _found(self, record: Record, meta: ObjectMeta) -> ObjectRef:
@@ -774,11 +779,14 @@ class Committer:
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> tuple[Record, ObjectRef] | None:
         """Repeat a commit under a new time, because its PUT took so long that polls may be past its own.
 
-        Operations on names that later commits change are left out, whether the writers of those saw this one or not.
-        Here the repetition is applied without its moves: what was renamed has moved already, and the source of a rename
-        may be something else by now. Returns the repetition if it was stored late, too. Raises LakeError."""
+        Operations on names that later commits change are left out, whether the writers of those saw this one or not; so
+        are removals, renames and symbolic links at names where another client has stored a plain object since. Here the
+        repetition is applied without its moves: what was renamed has moved already, and the source of a rename may be
+        something else by now. Returns the repetition if it was stored late, too. Raises LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
-        change = linked(this, record, await still_newest(self._log, record))
+        said = Change(operations=await still_newest(self._log, record), objects=record.objects, made=record.time)
+        said = said.without(said.about(await self._withdrawal.find_overtaken(said)))
+        change = linked(this, record, said.operations)
         if not change.operations:
             return None
         again = replace(
@@ -786,7 +794,7 @@ class Committer:
             objects=change.objects, operations=change.operations, stored=[],
         )  # fmt: skip
         this = await self._log.put_record(again)
-        self._applier.apply(replace(again, moves=[]), this, whole=True, own=True)
+        await self._apply(replace(again, moves=[]), this, own=True)
         return (again, this) if self._clock.wall_ns() - again.time > LATE_NS else None
 
     def find_without(self, path: str, row: Entry, versions: Set[tuple[str, int, str]]) -> Step | None:
@@ -895,10 +903,11 @@ class Committer:
         self.journal.forget(journaled)
 
     async def _reconcile_sending(self) -> None:
-        """Find out what became of the last commit with journaled changes. If its answer is not known, the store is
-        asked, and a commit that it has is recorded."""
+        """Find out what became of the last commit of which a row tells. If its answer is not known, the store is asked,
+        and a commit that it has is recorded. One without journaled changes is left to `_reconcile_unsure`, if this
+        daemon has sent it."""
         sending = self.journal.sending
-        if sending is None:
+        if sending is None or not (self.unsure is None or sending.sequences or sending.passed):
             return
         try:
             meta = await self._log.head(sending.key)
@@ -920,8 +929,15 @@ class Committer:
         this = self._found(record, meta)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.follow(record.time)
-            self._applier.apply(_own_part(record, sending), this, whole=False)
+            await self._apply(_own_part(record, sending), this, whole=not sending.operations)
         self._end_sending(sending)
+
+    async def _apply(self, record: Record, this: ObjectRef, *, whole: bool = True, own: bool = False) -> None:
+        """Apply a commit that the store has, in steps if it is large: no caller has raised the barrier."""
+        if len(record.operations) > OPERATIONS_AT_ONCE:
+            await self._applier.apply_in_steps(record, this, whole=whole, own=own)
+        else:
+            self._applier.apply(record, this, whole=whole, own=own)
 
 
 def _changes_are(count: int) -> str:

@@ -52,6 +52,10 @@ from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
 """Facts of a name. Beyond these, the older half goes into the base."""
+PENDING_FACTS_MAX = 128
+"""Facts of a name while one of them is of a change that is in no commit yet: these, and later ones of other nodes, stay
+apart from the base, or it would not be known that another node's version is newer than the change. Some 20 KB, which
+take 10 ms to apply again. Beyond these, the history starts again."""
 OBJECTS_MAX = 1000
 """Object references kept in memory. The files of one record mostly have their bytes in few packs."""
 DOUBTS_AT_ONCE = 128
@@ -190,10 +194,11 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         own = (fact.operation for fact in self.facts if isinstance(fact.operation, Put))
         return any(put.object == OWN and put.hides == etag for put in own)
 
-    def has_version_since(self, time: int, hides: str, own: Collection[int]) -> bool:
+    def has_version_since(self, time: int, hides: str, own: Collection[int], *, is_named: bool = False) -> bool:
         """Return whether the newest commit of another node after ``time`` gave the name a version that was not known
-        then. The plain object with the ETag ``hides`` was known; ``own`` are times of commits of this node, of changes
-        before this one: a version of theirs that is later has replaced the other node's."""
+        then. The plain object with the ETag ``hides`` was known, unless it was put there again; with ``is_named``, only
+        that counts. ``own`` are times of commits of this node, of changes before this one: a version of theirs that is
+        later has replaced the other node's."""
         later = [fact for fact in self.facts if time < fact.stamp < PENDING and fact.place() is not None]
         others = [fact for fact in later if fact.run and fact.stamp not in own]
         if not others or isinstance(others[-1].operation, Remove):
@@ -203,8 +208,10 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         if any(not isinstance(fact.operation, Remove) for fact in after):
             return False
         if isinstance(said, Put) and said.object == OWN:
-            return said.hides != hides or said.dated_s * NS > time
-        return newest.place() not in [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
+            is_again = newest.is_again or said.dated_s * NS > time
+            return is_again if said.hides == hides else not is_named
+        known = [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
+        return not is_named and newest.place() not in known
 
     def withdrawn(self, stamp: int, time: int) -> History:
         """Return the history without what a pending change said under this stamp. What cannot be separated from the
@@ -664,21 +671,24 @@ class OrderedRules:
         if not replays:
             self.rules.apply(step)
         if len(history.facts) >= FACTS_MAX and not is_late:
-            folded = self._fold(step, history)
-            if folded is None and not replays:
+            history = self._fold(step, history)
+            if len(history.facts) >= PENDING_FACTS_MAX:
+                if replays:
+                    self.rules.apply(step)
                 return self._begin(step, is_carried)
-            history = folded or history
         history = history.with_fact(fact)
         if replays or not step.uncovered.isdisjoint(fact.stamp for fact in history.facts):
             self._replay(step, history)
         return history
 
-    def _fold(self, step: Step, history: History) -> History | None:
-        """Return a history with its older half in the base; None if changes of this node are among these facts, whose
-        times are not known yet."""
-        older = history.facts[: FACTS_MAX // 2]
-        if older[-1].stamp >= PENDING:
-            return None
+    def _fold(self, step: Step, history: History) -> History:
+        """Return a history with its older half in the base, but for changes of this node whose times are not known yet,
+        and what other nodes said since the first of them was made."""
+        made = next((fact.time for fact in history.facts if fact.stamp >= PENDING), PENDING)
+        half = max(FACTS_MAX // 2, len(history.facts) - FACTS_MAX)
+        older = [fact for fact in history.facts[:half] if fact.stamp < made]
+        if not older:
+            return history
         again = self._replayed(step, msgspec.structs.replace(history, facts=older))
         base = self._histories.base_after(again)
         since = max(history.since, older[-1].stamp)

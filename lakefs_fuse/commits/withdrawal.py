@@ -85,29 +85,28 @@ class Withdrawal:
         own = [*self._journal.sent, *([sending.time] if sending is not None else [])]
         self._drop(sequence, change, self._applier.rows_since(change, own))
 
+    async def find_overtaken(self, change: Change) -> set[str]:
+        """Return the paths at which another client has stored a plain object since the change was made, which the
+        change would replace or remove. Raises LakeError."""
+        return _overtaken(change, await self._newer_objects(change.replacing(), change.made))
+
     async def _withdraw_over_objects(self, changes: Mapping[int, Change]) -> None:
         """Withdraw operations at whose names another client has stored a plain object since they were journaled."""
-        replacing = {sequence: change.replacing() for sequence, change in changes.items()}
-        objects = await self._newer_objects({path for paths in replacing.values() for path in paths}, changes)
-        for sequence, paths in replacing.items():
+        paths = {path for change in changes.values() for path in change.replacing()}
+        objects = await self._newer_objects(paths, min(change.made for change in changes.values()))
+        for sequence in changes:
             change = self._journal.changes[sequence]
-            newer = {
-                path
-                for path, hides in paths.items()
-                if (there := objects.get(path)) is not None and there.etag != hides and there.mtime_ns > change.made
-            }
-            self._withdraw(sequence, change, newer)
+            self._withdraw(sequence, change, _overtaken(change, objects))
 
-    async def _newer_objects(self, paths: Iterable[str], changes: Mapping[int, Change]) -> dict[str, ObjectMeta]:
-        """Return the plain objects at some paths that are newer than the oldest of these changes, and may be files."""
+    async def _newer_objects(self, paths: Iterable[str], time: int) -> dict[str, ObjectMeta]:
+        """Return the plain objects at some paths that were stored after a time, and may be files."""
         below: dict[str, list[str]] = defaultdict(list)
         for path in paths:
             below[path.rpartition("/")[0]].append(path)
         found: list[ObjectMeta] = []
-        oldest = min(change.made for change in changes.values())
 
         async def find(directory: str) -> None:
-            found.extend(meta for meta in await self._log.find_each(below[directory]) if meta.mtime_ns > oldest)
+            found.extend(meta for meta in await self._log.find_each(below[directory]) if meta.mtime_ns > time)
 
         newer: dict[str, ObjectMeta] = {}
 
@@ -159,3 +158,12 @@ class Withdrawal:
             counted(len(gone), "change of a name that was made here is", "changes of names that were made here are"),
             ", ".join(sorted(paths)[:PATHS_LOGGED_MAX]),
         )  # fmt: skip
+
+
+def _overtaken(change: Change, objects: Mapping[str, ObjectMeta]) -> set[str]:
+    """Return the paths at which the change would replace or remove one of these objects, which is newer."""
+    return {
+        path
+        for path, hides in change.replacing().items()
+        if (there := objects.get(path)) is not None and there.etag != hides and there.mtime_ns > change.made
+    }

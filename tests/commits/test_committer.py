@@ -14,14 +14,16 @@ import trio.testing
 from trio.testing import MockClock
 
 from lakefs_fuse.commits import committer
+from lakefs_fuse.commits.applier import STEP_OPERATIONS
 from lakefs_fuse.commits.archive import Member
-from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change, merged
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.committer import Gathering
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.environment import failpoints
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.entry import PENDING, ROOT_INODE
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
 from tests.commits.nodes import at
@@ -367,6 +369,36 @@ async def test_late_rename_that_is_said_again_leaves_a_file_that_is_created_mean
         assert a.found("g").size == 5
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [Remove("f", by_date=True), link("f"), Put("f", 1, 0, 1, 0o644, 0, 0, 0)],
+    ids=["removal", "link", "rename"],
+)
+async def test_late_change_of_names_that_is_said_again_leaves_an_object_that_is_stored_meanwhile(
+    tmp_path: Path, operation: Operation
+) -> None:
+    """The machine was suspended while it sent the commit. No commit names what another node has created since."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            objects = [ObjectRef(), ObjectRef("elsewhere", "e0", 1)]
+            change = Change(operations=[Remove("g"), operation], objects=objects)
+            nursery.start_soon(a.committer.commit, change)
+            await reached(pause.reached)
+            site.store.hook = no_fault
+            site.clock.seconds = 200
+            theirs = site.store.put("f", b"theirs")
+            site.clock.seconds = 300
+            pause.resume()
+        assert len(site.commits()) == 2
+        await b.committer.commit(Change(operations=[link("later")]))
+        for each in (a, b):
+            await each.poller.poll()
+            each.list(theirs)
+            assert each.found("f").etag == theirs.etag
+
+
 LATE_S = 300
 
 
@@ -433,6 +465,35 @@ async def test_late_commit_that_was_not_repeated_is_repeated_by_the_next_daemon(
         with site.daemon("dead") as next_one:
             await next_one.committer.reconcile_journal()
             assert len(site.commits()) == 2
+            await next_one.committer.flush()
+            await b.poller.poll()
+            assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
+            site.kill(next_one, "dead again")
+        with site.daemon("dead again") as last:
+            await last.committer.reconcile_journal()
+            await last.committer.flush()
+        assert len(site.commits()) == 3
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
+async def test_late_commit_whose_answer_is_lost_is_repeated_by_the_next_daemon(
+    tmp_path: Path, is_journaled: bool
+) -> None:
+    """The network goes away again, and the machine is restarted. It is a rename, or a pack, that waited for nothing."""
+    site = Site(tmp_path)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            if is_journaled:
+                a.enqueue(link("l"))
+            with pytest.RaisesGroup(Unavailable):
+                await commit_late(site, a, link("m"), then=Away(mute=True))
+            site.kill(a, "dead")
+        site.store.hook = no_fault
+        await poll_past(b)
+        with site.daemon("dead") as next_one:
+            await next_one.committer.reconcile_journal()
+            assert sorted(next_one.shown()) == ["l"] * is_journaled + ["m"]
             await next_one.committer.flush()
             await b.poller.poll()
             assert sorted(b.shown()) == ["l"] * is_journaled + ["later", "m"]
@@ -620,6 +681,66 @@ async def test_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
         assert (len(site.commits()), a.committer.journal.operations, sorted(a.shown())) == (1, 0, ["l", "m"])
         site.store.hook = lambda request, when: None
         assert await seen_by_others(site) == a.shown()
+
+
+@pytest.mark.parametrize("is_journaled", [False, True])
+async def test_large_commit_whose_answer_was_lost_is_applied_in_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_journaled: bool
+) -> None:
+    """The outcome of a rename of many names is known minutes later, when programs use the mount again."""
+    steps: list[str] = []
+    monkeypatch.setattr(failpoints, "reached", steps.append)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        if is_journaled:
+            a.enqueue(link("l"))
+        many = Change(operations=[link(f"{number}") for number in range(OPERATIONS_AT_ONCE + 1)])
+        site.store.hook = Away(mute=True)
+        with pytest.raises(Unavailable):
+            await a.committer.commit(many)
+        site.store.hook = no_fault
+        await a.committer.reconcile()
+        assert len(a.shown()) == len(many.operations) + is_journaled
+        assert len(steps) >= OPERATIONS_AT_ONCE // STEP_OPERATIONS and not a.tree.barrier.is_up
+        assert await seen_by_others(site) == a.shown()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+async def test_large_commit_that_is_late_is_repeated_once_its_caller_has_lowered_the_barrier(
+    tmp_path: Path, by_itself: bool
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.01) as a, site.daemon("b") as b:
+        barrier = a.tree.barrier
+        site.store.hook = pause = Pause(is_put)
+
+        def planned() -> Change:
+            barrier.add(ROOT_INODE, b"0")
+            return Change(operations=[link(f"{number}") for number in range(OPERATIONS_AT_ONCE + 1)])
+
+        async def commit() -> None:
+            await a.committer.commit(planned, in_steps=True)
+            barrier.lower()
+
+        with trio.fail_after(20):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(commit)
+                await reached(pause.reached)
+                site.store.hook = no_fault
+                site.clock.seconds = LATE_S
+                pause.resume()
+            await poll_past(b)
+            if by_itself:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(a.committer.run)
+                    await until(lambda: len(site.commits()) == 3)
+                    nursery.cancel_scope.cancel()
+            else:
+                await a.committer.flush()
+        await b.poller.poll()
+        await a.poller.poll()
+        assert len(site.commits()) == 3 and a.shown() == b.shown() == await seen_by_others(site)
 
 
 async def test_nothing_is_sent_again_before_it_is_known(tmp_path: Path) -> None:

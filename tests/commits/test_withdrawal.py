@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lakefs_fuse.commits import name_history, path_tree
 from lakefs_fuse.commits.archive import Member
@@ -13,8 +14,10 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.meta.sorted_tables import drop_names
 from tests.commits.committing import Daemon, Site
+from tests.commits.nodes import NS
 
 LATER_S = 3600.0
 PACK = ObjectRef("elsewhere", "e0", 1)
@@ -152,6 +155,25 @@ async def test_late_rename_of_many_names_leaves_newer_versions_at_the_old_ones(
         await a.committer.flush()
         await b.poller.poll()
         assert (target(a, "f"), target(a, "g")) == (f"theirs at {LATER_S + 1}", "before")
+        assert a.shown() == b.shown() == await fresh(site)
+
+
+async def test_late_changes_of_one_name_leave_a_newer_version_however_many_they_are(tmp_path: Path) -> None:
+    """A job on a node that is cut off points a link at each of its checkpoints. The name was that of an object once."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.committer.commit(change(Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides="e1")))
+        await a.committer.commit(change(Remove("f", hides="e1"), link("f", "before")))
+        await b.poller.poll()
+        for number in range(3 * name_history.FACTS_MAX):
+            site.clock.seconds += 1
+            a.enqueue(link("f", f"ours {number}"))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(link("f", "theirs")))
+        await a.committer.flush()
+        for each in (a, b):
+            await each.poller.poll()
+        assert target(a, "f") == "theirs"
         assert a.shown() == b.shown() == await fresh(site)
 
 
@@ -329,6 +351,39 @@ async def test_removal_that_names_a_plain_object_is_sent_over_a_newer_version(tm
             assert target(daemon, "f") == "theirs"
         tombstone = b.tree.tombstones.get(b"f")
         assert tombstone is not None and tombstone.when_named("e1")
+
+
+@pytest.mark.parametrize("way", ["heard", "unheard", "read_again"])
+@pytest.mark.parametrize("is_dated", [False, True])
+async def test_removal_that_names_a_plain_object_leaves_the_same_bytes_that_are_stored_again(
+    tmp_path: Path, is_dated: bool, way: str
+) -> None:
+    """Their ETag is the same, which makes no version of them: markers without bytes are written by every run of a job.
+    Another program's object, of which no commit tells, is not asked for."""
+    site = Site(tmp_path)
+    meta = site.store.put("f", b"")
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            await a.committer.commit(change(Put("f", OWN, 0, 0, 0o644, 0, 0, 0, hides=meta.etag)))
+            await b.poller.poll()
+            site.clock.seconds = 10
+            a.enqueue(Remove("f", hides=meta.etag), doomed=(Deletion("f", meta.etag),))
+            site.clock.seconds = LATER_S
+            site.store.put("f", b"")
+            again = Put("f", OWN, 0, 0, 0o644, 0, 0, 0, hides=meta.etag)
+            if is_dated:
+                again = replace(again, dated_s=site.clock() // NS)
+            await b.committer.commit(change(again) if is_dated else change(Remove("f"), again))
+            if way == "heard":
+                await a.poller.poll()
+            if way == "read_again":
+                drop_names(a.database)
+        with site.daemon("a") as a:
+            await a.poller.poll()
+            await a.committer.flush()
+            await b.poller.poll()
+            assert list(a.shown()) == ["f"] and not a.doomed() and not a.committer.journal.changes
+            assert a.shown() == b.shown() == await fresh(site)
 
 
 @pytest.mark.parametrize("is_read_again", [False, True])
