@@ -699,6 +699,7 @@ class Simulation:
         return b"".join(pieces)
 
     async def _read(self, node: SimulatedNode, path: str, call: _Call, pause_s: float) -> None:
+        seen = set(self.oracle.seen[node.name, path])  # an open file keeps its version, whatever is seen meanwhile
         handle, inode = await node.open(path, os.O_RDONLY)
         is_written, writers = self._is_written(node, inode), node.writers[inode]
         try:
@@ -714,7 +715,6 @@ class Simulation:
         if pause_s:  # what was opened may be older than what the node shows by now
             return
         self._views.show(node.name, path, data, call.shown_before)
-        seen = self.oracle.seen[node.name, path]
         if found and all(any(each in newer.known for newer in seen if newer.data != data) for each in found):
             raise Failed(f"{node.name} reads {describe(data)} at {path} after a newer version")
         self.oracle.observe(node.name, path, found)

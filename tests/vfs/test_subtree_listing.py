@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from functools import partial
 from pathlib import Path
@@ -236,6 +237,26 @@ async def test_directory_that_a_name_was_asked_for_in_is_merged_from_the_list(tm
         assert await m.names("c") == ["new", "seen by the LIST", "x", "z"]
         assert await m.read("c/x") == b"newer"
         assert not listings_of(store, before)
+
+
+async def test_file_that_was_closed_since_the_list_stays(tmp_path: Path) -> None:
+    """The LIST lacks its object, or shows the one that it replaced."""
+    store, clock = store_of("a/x", "b/x", "c/x"), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        await list_all(m, "a", "b", "c")
+        handles = [await m.create("c/new"), await m.open("c/x", os.O_WRONLY | os.O_TRUNC)]
+        for handle in handles:
+            await m.fs.write(handle, 0, b"written here")
+        clock.advance(TTL_S + 1)
+        await list_all(m, "a", "b")
+        clock.advance(1)
+        for handle in handles:
+            await m.close(handle)
+        before = len(store.requests)
+        assert await m.names("c") == ["new", "x"]
+        assert not listings_of(store, before)
+        assert await m.read("c/x") == b"written here"
+        assert await m.read("c/new") == b"written here"
 
 
 async def test_what_others_put_since_the_list_goes_along_with_a_rename(tmp_path: Path) -> None:
