@@ -259,6 +259,23 @@ async def test_file_that_was_closed_since_the_list_stays(tmp_path: Path) -> None
         assert await m.read("c/new") == b"written here"
 
 
+async def test_name_that_was_asked_for_in_vain_is_what_the_list_shows(tmp_path: Path) -> None:
+    store, clock = store_of("a/x", "b/x", "c/x"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await list_all(m, "a", "b", "c")
+        clock.advance(TTL_S + 1)
+        store.give("c/x", b"newer")
+        await list_all(m, "a", "b")
+        store.hook = Failures(lambda request: request.what == "list", StoreError("broken"))
+        c = (await m.found("c")).inode
+        with pytest.raises(StoreError):
+            await m.fs.namespace.lookup(c, b"x", ask=True)
+        before = len(store.requests)
+        assert await m.names("c") == ["x"]
+        assert (await m.found("c/x")).size == len(b"newer")
+        assert not listings_of(store, before)
+
+
 async def test_what_others_put_since_the_list_goes_along_with_a_rename(tmp_path: Path) -> None:
     store, clock = store_of("a/x", "b/x", "c/d/x", "c/e/x"), Clock()
     async with lake(store, tmp_path, clock=clock) as m:

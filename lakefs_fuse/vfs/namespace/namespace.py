@@ -447,7 +447,6 @@ class Namespace:
         asked_ns = self._clock_ns()
         flight = Flight(asked_ns)
         key = self.keys.checked_key(prefix, component)
-        self._subtrees.name_asked(directory, name, self._directories_above)
         with self._watching(directory, flight):
             page = await self._lists.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
             found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
@@ -457,6 +456,7 @@ class Namespace:
                     found.append(Found(name + b"/", None))
             if page.next_token is not None and not self._client.capabilities.sorted_listing:
                 found += await self._head_if_missing(found, name, key)
+            self._subtrees.name_asked(directory, name, self._directories_above)
             is_whole = not self._is_moved(directory, prefix) and await self._merge_one(directory, name, found, flight)
         if not is_whole or self._is_moved(directory, prefix):
             await self._ask_for_name(directory, name, component)
