@@ -133,4 +133,4 @@ def value_text(name: str, value: object) -> str:
 
 def default_text(name: str, value: object) -> str:
     """A default of config.py as help shows it."""
-    return f"[default: {value_text(name, value)}]"
+    return f"[default: {value_text(name, value) or 'none'}]"

@@ -2,9 +2,12 @@
 
     python -m scripts.scale                              print the tables, from the model and from what is recorded
     python -m scripts.scale --write                      put them into the page
-    python -m scripts.scale run --nodes 24 --writers 2 --commits 0.5 --seconds 60     measure in virtual time, and
-    record python -m scripts.scale run --nodes 100 --writers 4 --commits 1 --gets 55 --puts 35    at the limits of a
-    store python -m scripts.scale year --days 60 --commits 1000                            go on with the simulated year
+    python -m scripts.scale run --nodes 24 --writers 2 --commits 0.5 --seconds 60
+                                                         measure in virtual time, and record
+    python -m scripts.scale run --nodes 100 --writers 4 --commits 1 --gets 55 --puts 35
+                                                         the same at the limits of a store
+    python -m scripts.scale year --days 60 --commits 1000
+                                                         go on with the simulated year
 
 A record is a line in `docs/benchmarks/scale-runs.jsonl` or `scale-year.jsonl`. To measure the year again, give another
 `--ledger`; it goes on where its ledger ends.

@@ -116,6 +116,7 @@ def test_what_people_read() -> None:
         ("delete_after_s", 0.0, "0s"),
         ("uploads_max", 8, "8"),
         ("pack", "auto", "auto"),
+        ("hints", "", "none"),
     ],
 )
 def test_defaults_in_the_help_text(name: str, value: object, expected: str) -> None:
