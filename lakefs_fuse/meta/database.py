@@ -176,9 +176,9 @@ class RocksEngine:
                     delete(key)
                 else:
                     put(key, value)
+            before.append(rows)
             if not end:
                 continue
-            before.append(rows)
             few = self._few_keys(begin, end, before)
             if few is None:
                 raw.delete_range(begin, end)
