@@ -274,5 +274,6 @@ class GroupCommit:
 
 
 def _is_named(file: OpenFile) -> bool:
-    """Return whether the file has a name. That is being removed may fail; otherwise it ends the version."""
+    """Return whether the file has a name, or may keep it: a removal in progress can fail. If it does not, it ends what
+    was acknowledged meanwhile."""
     return not file.unlinked or file.is_being_unlinked
