@@ -190,13 +190,14 @@ async def test_cluster_proxies_that_pass_on_what_the_store_says_do_not_fail(erro
 
 
 async def test_cluster_proxies_do_not_make_requests_that_waited_when_their_proxy_failed() -> None:
+    """One more may begin in the place of each that has failed, before it is known that the proxy fails."""
     async with cluster() as made:
         version = Version(PLAIN, made.plain.etag, 3 * REQUESTS_MAX * BLOCK_BYTES)
         made.proxy.fail, made.proxy.pause_s = Unavailable("down"), 0.2
         async with trio.open_nursery() as nursery:
             for block in range(version.blocks):
                 nursery.start_soon(made.proxies.get, version, block)
-        assert made.metrics.requests == made.proxy.asked.total() <= REQUESTS_MAX
+        assert made.metrics.requests == made.proxy.asked.total() <= 2 * REQUESTS_MAX
 
 
 async def test_cluster_proxy_that_is_silent_fails_and_one_that_answers_others_is_waited_for(
