@@ -271,13 +271,17 @@ class Applier:
     def replaced_since(self, change: Change, own: Collection[int]) -> set[str]:
         """Return the paths of which other nodes have committed newer versions since the journaled change was made, and
         which it would replace or remove. ``own`` are times of commits of this node."""
-        replacing, removing = change.replacing(), change.removing()
+        replacing, removing, telling = change.replacing(), change.removing(), change.telling()
         named = {**removing, **replacing}
-        return {
+        replaced = {
             path
             for (path, hides), history in zip(named.items(), self._histories.get_many(named), strict=True)
             if history is not None
             and history.has_version_since(change.made, hides, own, is_named=path not in replacing)
+        }
+        told = zip(telling.items(), self._histories.get_many(telling), strict=True)
+        return replaced | {
+            path for (path, etag), history in told if history is not None and history.ends(etag, change.made, own)
         }
 
     def rows_since(self, change: Change, own: Collection[int]) -> set[str]:

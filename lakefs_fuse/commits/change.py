@@ -82,10 +82,17 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
                 named.pop(each.path, None)
         return named
 
-    def ends_versions(self) -> bool:
-        """Return whether the change may replace or remove a version of which this node did not know when it was made:
-        `replacing` or `removing` is not empty."""
-        return bool(self.replacing() or self.removing())
+    def telling(self) -> dict[str, str]:
+        """Return the paths at which the change states that a plain object of this node is the file, with the ETags."""
+        if not self.ahead or not self.made:
+            return {}
+        puts = (each for each in self.operations if isinstance(each, Put) and each.object == OWN)
+        return {each.path: each.hides for each in puts}
+
+    def may_be_overtaken(self) -> bool:
+        """Return whether commits of which this node did not know when it was made may withdraw operations of the
+        change: `replacing`, `removing` or `telling` is not empty."""
+        return bool(self.replacing() or self.removing() or self.telling())
 
     def referred(self) -> dict[str, ObjectRef]:
         """Return the object elsewhere that each file in `replacing` has its bytes in, by path."""

@@ -636,11 +636,11 @@ class Committer:
         """Withdraw what other nodes have overtaken in the changes of the next commit. The caller sends it, or plans it,
         before other tasks run. Raises LakeError."""
         asked = set[int]()
-        while ending := [each for each, change in self._first_sendable().items() if change.ends_versions()]:
-            late = [each for each in self._withdrawal.late(ending) if each not in asked]
+        while checked := [each for each, change in self._first_sendable().items() if change.may_be_overtaken()]:
+            late = [each for each in self._withdrawal.late(checked) if each not in asked]
             if not late:
                 self._apply_unapplied()
-                self._withdrawal.withdraw_overtaken(ending)
+                self._withdrawal.withdraw_overtaken(checked)
                 break
             await self._withdrawal.ask(late)
             asked.update(late)

@@ -213,6 +213,12 @@ class History(msgspec.Struct, frozen=True, array_like=True):
         known = [fact.place() for fact in self.facts if fact.stamp != newest.stamp]
         return not is_named and newest.place() not in known
 
+    def ends(self, etag: str, time: int, own: Collection[int]) -> bool:
+        """Return whether another node has committed after ``time`` that the plain object with this ETag is no longer
+        the file. ``own`` are as in `has_version_since`."""
+        since = (fact for fact in self.facts if fact.run and time < fact.stamp < PENDING and fact.stamp not in own)
+        return any(fact.settles() == etag and not fact.tells_of({etag}) for fact in since)
+
     def withdrawn(self, stamp: int, time: int) -> History:
         """Return the history without what a pending change said under this stamp. What cannot be separated from the
         base gets the time at which the change was made."""

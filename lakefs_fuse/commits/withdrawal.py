@@ -13,7 +13,8 @@ What always holds:
   of others for that long, is withdrawn if another node has deleted the object with the bytes. Then the file is under
   its old name what other nodes see there, perhaps nothing;
 * *versions only*: what another node removed, or changed in place, withdraws nothing. A removal that names one plain
-  object, and a statement about an acknowledged file (`Change.ahead`), are never withdrawn.
+  object is withdrawn only if that was put there again, a statement where a file is (`Change.ahead`) only if it names a
+  plain object that another node has replaced or removed since: it would bring that back.
 
 Trio thread only; the caller holds the lock of the committer. A crash while something is withdrawn leaves the journaled
 change, and the next daemon withdraws it again.

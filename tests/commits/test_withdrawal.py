@@ -386,6 +386,47 @@ async def test_removal_that_names_a_plain_object_leaves_the_same_bytes_that_are_
             assert a.shown() == b.shown() == await fresh(site)
 
 
+@pytest.mark.parametrize("way", ["heard", "unheard"])
+@pytest.mark.parametrize("end", [moved("f", hides="e1"), Remove("f", hides="e1"), link("f", "theirs")])
+async def test_late_change_does_not_tell_of_a_version_that_another_node_has_replaced_or_removed(
+    tmp_path: Path, end: Put | Remove | Symlink, way: str
+) -> None:
+    """A node has stored a plain object, and dies before the commit that tells of it."""
+    site = Site(tmp_path)
+    end = replace(end, hides="e1")
+    told = replace(change(Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides="e1")), ahead=True)
+    with site.daemon("b") as b:
+        with site.daemon("a") as a:
+            a.committer.enqueue(told)
+            site.clock.seconds = LATER_S
+            await b.committer.commit(change(end))
+            if way == "heard":
+                await a.poller.poll()
+        with site.daemon("a") as a:
+            await a.committer.flush()
+            for daemon in (a, b):
+                await daemon.poller.poll()
+            assert not a.committer.journal.changes
+            assert a.shown() == b.shown() == await fresh(site)
+            entry = b.find("f")
+            assert entry is None if isinstance(end, Remove) else entry is not None and not entry.is_plain
+
+
+async def test_late_change_tells_of_a_version_that_stands(tmp_path: Path) -> None:
+    """Another node has changed another version of the name, and removed one that was there before."""
+    site = Site(tmp_path)
+    with site.daemon("b") as b, site.daemon("a") as a:
+        await b.committer.commit(change(Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides="e0")))
+        await a.poller.poll()
+        a.committer.enqueue(replace(change(Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides="e1")), ahead=True))
+        site.clock.seconds = LATER_S
+        await b.committer.commit(change(Remove("f", hides="e0")))
+        await a.committer.flush()
+        for daemon in (a, b):
+            await daemon.poller.poll()
+            assert daemon.found("f").etag == "e1"
+
+
 @pytest.mark.parametrize("is_read_again", [False, True])
 async def test_change_that_builds_on_one_sent_before_it_is_not_withdrawn(tmp_path: Path, is_read_again: bool) -> None:
     """This node's own commit is later than the change. Commits may be applied again, or all names be read again."""
