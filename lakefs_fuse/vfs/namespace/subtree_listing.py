@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import trio
 
@@ -165,7 +166,7 @@ class SubtreeListings:
     def name_asked(self, directory: int, name: bytes, above: Callable[[int], Iterable[tuple[int, bytes]]]) -> None:
         """Record that the store is asked about a name now. See `name_changed`."""
         for flat in self._live():
-            flat.touch(((directory, name), *above(directory)))
+            flat.touch(chain(((directory, name),), above(directory)))
 
     def _live(self) -> list[FlatListing]:
         """Drop flat listings that are too old, or below which too much changed, and return the rest."""
