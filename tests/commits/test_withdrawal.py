@@ -413,7 +413,7 @@ async def test_late_change_does_not_tell_of_a_version_that_another_node_has_repl
 
 
 async def test_late_change_tells_of_a_version_that_stands(tmp_path: Path) -> None:
-    """Another node has changed another version of the name, and removed one that was there before."""
+    """Another node has removed the version that was there before it."""
     site = Site(tmp_path)
     with site.daemon("b") as b, site.daemon("a") as a:
         await b.committer.commit(change(Put("f", OWN, 0, 4, 0o644, 0, 0, 0, hides="e0")))
