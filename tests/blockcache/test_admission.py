@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.blockcache import admission
+from lakefs_fuse.blockcache import admission, async_cache
 from lakefs_fuse.blockcache.admission import SAMPLED_MAX, SPARED_S_MAX, SPARED_S_MIN, AdmissionPolicy
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.readahead import Readahead
@@ -113,12 +113,13 @@ async def test_random_epochs_over_plain_objects_larger_than_the_cache_keep_a_sha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "RETRY_S", 0.01)
+    monkeypatch.setattr(async_cache, "GATHER_BYTES_MAX", 4 * FILE_BYTES)  # a write of half of this cache may be refused
     async with lake_at(tmp_path) as lake:
         await lake.plain_epoch(0)
         assert lake.fetched() == 1
         for seed in range(1, 4):
             await lake.plain_epoch(seed)
-            assert lake.fetched() <= 0.85
+            assert lake.fetched() <= 0.75
         assert lake.metrics.evicted_bytes == 0
 
 
