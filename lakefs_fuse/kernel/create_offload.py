@@ -12,19 +12,21 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntFlag, auto
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.kernel.leases import Leases
+from lakefs_fuse.kernel.waiting_requests import Kind, WaitingRequest, WaitingRequests
 from lakefs_fuse.vfs.files.handle_bits import CREATED
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received
 
 INODES = 512
 """Inodes reserved for the library at a time."""
+FLUSH = Kind("flush", by_handle=True)
 log = logging.getLogger(__name__)
 
 
@@ -61,7 +63,7 @@ class _HandedOver(ctypes.Structure):
     """`struct handed_over` of create_offload.c."""
 
     _fields_ = (
-        ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64),
+        ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64), ("flush_unique", ctypes.c_uint64),
         ("created_ns", ctypes.c_int64), ("written_ns", ctypes.c_int64),
         ("changed_ns", ctypes.c_int64), ("mtime_ns", ctypes.c_int64),
         ("mode", ctypes.c_uint32), ("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_uint32),
@@ -77,6 +79,10 @@ class ReceivedFile:
 
     content: Received
     state: ReceivedState
+    flush_unique: int = 0
+    """The kernel's number of the FLUSH; 0: not known."""
+    waiting: WaitingRequest | None = field(default=None, init=False)
+    """The FLUSH, while it waits."""
 
     def transition(self, to: ReceivedState) -> None:
         assert to in SUCCESSORS.get(self.state, ()), f"{self.state.name} to {to.name}"
@@ -86,8 +92,8 @@ class ReceivedFile:
 class CreateOffload:
     """Stores files that the library received; there are none without the library, or on a read-only mount."""
 
-    def __init__(self, fs: Filesystem, leases: Leases) -> None:
-        self._fs, self._leases = fs, leases
+    def __init__(self, fs: Filesystem, leases: Leases, requests: WaitingRequests) -> None:
+        self._fs, self._leases, self._requests = fs, leases, requests
         self._callback = ctypes.CFUNCTYPE(None)(self._receive)
         asks = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint32)
         self._keeps_open_callback = asks(self._keeps_open)
@@ -155,7 +161,8 @@ class CreateOffload:
                 each.created_ns, each.written_ns, data, each.changed_ns,
                 each.mtime_ns if each.is_mtime_chosen else None, bool(each.is_exclusive),
             )  # fmt: skip
-            yield ReceivedFile(content, ReceivedState.OPEN if each.parts & Parts.HANDLE else ReceivedState.CLOSING)
+            state = ReceivedState.OPEN if each.parts & Parts.HANDLE else ReceivedState.CLOSING
+            yield ReceivedFile(content, state, each.flush_unique)
 
     def _store(self, handed_over: list[ReceivedFile | tuple[int, int]]) -> None:
         received = [each for each in handed_over if isinstance(each, ReceivedFile)]
@@ -170,6 +177,9 @@ class CreateOffload:
                 elif each.state is ReceivedState.OPEN:
                     each.transition(ReceivedState.HELD)
                     self._fs.hold(file, CREATED | each.content.inode, each.content.opener)
+                elif each.state is ReceivedState.CLOSING:
+                    flushed = (CREATED | each.content.inode,)
+                    each.waiting = self._requests.watch(FLUSH, flushed, each.flush_unique, each.content.opener)
                 del pending[0]
             for handle in handed_over:
                 if isinstance(handle, tuple):
@@ -183,6 +193,8 @@ class CreateOffload:
         """Return the function that replies to the FLUSH of a file with the result of closing it."""
 
         def answer(error: LakeError | None) -> None:
+            if file.waiting is not None:
+                self._requests.remove(file.waiting)
             if file.state is ReceivedState.REFUSED:
                 return  # FLUSH already got an error that did not concern the file
             file.transition(ReceivedState.CLOSED if error is None else ReceivedState.HELD)

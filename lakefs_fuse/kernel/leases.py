@@ -55,19 +55,22 @@ class Leases:
             for_s = self._fs.open_leases.allowed_s(file)
             hooks.lease_open(inode, for_s)
             if for_s > 0 and not file.writers:
-                self._know_file(file, for_s)
+                self._know_file(file.current, for_s)
 
     def lease_closed(self, inode: int) -> None:
         """Lease opens and attributes of a file that its writer has just closed: many programs use next what they
         wrote."""
         file = self._fs.files_in_use.get(inode)
-        for_s = 0.0 if file is None else self._fs.open_leases.allowed_s(file)
-        if file is not None and for_s > 0:
+        entry = self._tree.entry(inode) if file is None else file.current
+        if entry is None:
+            return
+        leases = self._fs.open_leases
+        for_s = leases.allowed_for_closed_s(entry) if file is None else leases.allowed_s(file)
+        if for_s > 0:
             hooks.lease_open(inode, for_s)
-            self._know_file(file, for_s)
+            self._know_file(entry, for_s)
 
-    def _know_file(self, file: OpenFile, for_s: float) -> None:
-        entry = file.current
+    def _know_file(self, entry: Entry, for_s: float) -> None:
         attributes = attributes_of(entry, self._fs, for_s)
         attributes.st_blocks = -(-self._fs.data_bytes(entry) // SECTOR_BYTES)
         attributes.st_nlink *= self._fs.link_count(entry.inode)
@@ -123,7 +126,7 @@ class Leases:
         is_new = parent not in self._tree.mirrored
         if self._library is None or (is_new and count < CREATED_BEFORE):
             return
-        for_s = self._fs.new_files.names_lease_s(parent, file.key)
+        for_s = self._fs.new_files.names_lease_s(parent)
         if for_s <= 0:
             return
         names = self._fs.new_files.names(parent) if is_new else []
@@ -132,9 +135,9 @@ class Leases:
         if names is not None and not self._lease_names(self._library, parent, names, for_s, is_new=is_new):
             self._created[parent] = min(0, self._created[parent])  # not again before CREATED_BEFORE more files
 
-    def lease_new_directory(self, directory: Entry, path: str) -> None:
+    def lease_new_directory(self, directory: Entry) -> None:
         """Lease the names of a directory that this node has just made: programs make one to create files in it."""
-        for_s = 0.0 if self._library is None else self._fs.new_files.names_lease_s(directory.inode, path)
+        for_s = 0.0 if self._library is None else self._fs.new_files.names_lease_s(directory.inode)
         names = self._fs.new_files.names(directory.inode) if for_s > 0 else None
         if self._library is not None and names is not None:
             self._lease_names(self._library, directory.inode, names, for_s, is_new=True)

@@ -190,7 +190,7 @@ class Operations(pyfuse3.Operations):
         self._answered: dict[str, int] = {}
         self._leases = Leases(fs)
         self._rows = RowReplies(fs)
-        self.create_offload = CreateOffload(fs, self._leases)
+        self.create_offload = CreateOffload(fs, self._leases, self.requests)
         fs.namespace.idleness.watch(self._questions)
 
     def _count_invalidations(self, count: int) -> None:
@@ -369,7 +369,7 @@ class Operations(pyfuse3.Operations):
     @upcall("mkdir", about=About.NAME, parents=(0,))
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.mkdir(parent, name, mode, ctx.uid, ctx.gid)
-        self._leases.lease_new_directory(entry, self.fs.namespace.path_of(entry))
+        self._leases.lease_new_directory(entry)
         attributes = self._attributes(entry, self.config.metadata_ttl_s)
         self._leases.lease_directory(parent, name, attributes)
         return attributes

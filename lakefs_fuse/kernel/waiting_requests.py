@@ -12,9 +12,9 @@ handle SIGINT or SIGQUIT. The reply to such a request is EINTR. What always hold
   (`wait_unlocked`), and so does the release of a handle that it uses (`wait_handle_unused`).
 * *No name is outdated*: the names that an interrupted request has changed are invalidated when its handler ends.
 
-A request whose handler never waits is not registered. `run` sleeps while none waits. Needs request_loop.c; without the
-library, and for programs in another pid namespace, every request waits for its reply. Trio thread only; a crash leaves
-nothing.
+A request whose handler never waits is not registered; one that waits in the C library is (`watch`). `run` sleeps while
+none waits. Needs request_loop.c; without the library, and for programs in another pid namespace, every request waits
+for its reply. Trio thread only; a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class WaitingRequest:
 
     kind: Kind
     arguments: tuple[object, ...]
+    waiter: trio.lowlevel.Task | None
+    """None: no task has it (`WaitingRequests.watch`)."""
     unique: int
     thread: int
     since_s: float
@@ -99,7 +101,8 @@ class WaitingRequests:
         self._origin = origin or hooks.request_origin()
         self._invalidate_name, self._inode_of = invalidate_name, inode_of
         self._interrupt, self._end_of = interrupt, end_of or end_of_thread
-        self._waiting: dict[trio.lowlevel.Task, WaitingRequest] = {}
+        self._waiting: dict[trio.lowlevel.Task | WaitingRequest, WaitingRequest] = {}
+        """By their tasks; what no task has by itself."""
         self._interrupted: dict[WaitingRequest, None] = {}
         self._begun, self._urgent = trio.Event(), trio.Event()
         self._changed = trio.Event()
@@ -114,19 +117,29 @@ class WaitingRequests:
 
     def add(self, kind: Kind, arguments: tuple[object, ...]) -> WaitingRequest | None:
         """Register the request of this task, whose handler is about to wait. Ended by `remove`."""
-        unique, thread = self._origin.unique, self._origin.thread
-        if not unique or not thread or kind.ends is Ends.REPLY:
+        if kind.ends is Ends.REPLY:
             return None
-        request = WaitingRequest(kind, arguments, unique, thread, trio.current_time())
-        self._waiting[trio.lowlevel.current_task()] = request
+        return self._register(kind, arguments, trio.lowlevel.current_task(), self._origin.unique, self._origin.thread)
+
+    def watch(self, kind: Kind, arguments: tuple[object, ...], unique: int, thread: int) -> WaitingRequest | None:
+        """Register a request that waits outside any handler. Ended by `remove`."""
+        return self._register(kind, arguments, None, unique, thread)
+
+    def _register(
+        self, kind: Kind, arguments: tuple[object, ...], waiter: trio.lowlevel.Task | None, unique: int, thread: int
+    ) -> WaitingRequest | None:
+        if not unique or not thread:
+            return None
+        request = WaitingRequest(kind, arguments, waiter, unique, thread, trio.current_time())
+        self._waiting[waiter or request] = request
         self._begun.set()
         if thread in self._ending:
             self._urgent.set()
         return request
 
     def remove(self, request: WaitingRequest) -> bool:
-        """The handler of this task's request has ended; return whether the request was interrupted."""
-        self._waiting.pop(trio.lowlevel.current_task(), None)
+        """What the request waited for has ended; return whether it was interrupted."""
+        self._waiting.pop(request.waiter or request, None)
         request.unique = 0
         if request.is_interrupted:
             del self._interrupted[request]

@@ -21,6 +21,7 @@ from lakefs_fuse.kernel.create_offload import (
 )
 from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.kernel.reply import FILE_BLKSIZE
+from lakefs_fuse.kernel.waiting_requests import WaitingRequests
 from lakefs_fuse.meta import database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.files import handle_bits
@@ -31,6 +32,7 @@ from tests.meta.full_disk import FullDisk
 from tests.vfs.lakes import Clock, lake
 
 NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
+NO_REQUESTS = WaitingRequests(lambda *_: None, lambda *_: 0)
 CONTENT = Received(7, 1, b"name", 0o644, 0, 0, 1, 0, 0, b"data")
 
 
@@ -67,7 +69,7 @@ async def test_requests_of_a_refused_file_get_its_error_until_it_is_released(
     node = replace(node_of(clock, "full"), engines=disk)
     async with lake(MemoryStore(), tmp_path, node=node, clock=clock, durability="writeback") as m:
         await m.names()
-        offload, inode = CreateOffload(m.fs, Leases(m.fs)), m.fs.database.new_inode()
+        offload, inode = CreateOffload(m.fs, Leases(m.fs), NO_REQUESTS), m.fs.database.new_inode()
         content = Received(inode, ROOT_INODE, b"name", 0o644, 0, 0, 1, clock.wall_ns(), clock.wall_ns(), b"data")
         disk.is_full = True
         offload._store([ReceivedFile(content, state)])  # noqa: SLF001  # as the library hands it over

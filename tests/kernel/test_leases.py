@@ -97,7 +97,7 @@ async def test_names_are_removed_from_a_lease_unless_another_entry_has_them(tmp_
         library, granted = _Library(), Leases(m.fs)
         granted.lease_names_from(cast("ctypes.PyDLL", library))
         directory = await m.mkdir("d")
-        granted.lease_new_directory(directory, "d")
+        granted.lease_new_directory(directory)
         assert library.leased == [directory.inode]
         for name in ("kept", "new", "gone"):
             await m.write(f"d/{name}", b"x")

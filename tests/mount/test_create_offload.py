@@ -1,4 +1,4 @@
-"""The create offload: small files under write-back that the C library receives differ by their cost only."""
+"""The create offload: small files that the C library receives differ by their cost only."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ KINDS = ("lookup", "getattr", "create", "write", "setattr", "flush", "release")
 FILES = sized(60, 200)
 FILE_BYTES_MAX = 256 << 10
 SOON_S = 10.0
+WITH_EITHER_DURABILITY = pytest.mark.parametrize("lake", ["writeback", "close"], indirect=True)
 
 
 @pytest.fixture
-def lake(make_lake: LakeMaker) -> Lake:
-    """A mounted lake with a directory `d` whose names the hooks know."""
-    lake = make_lake("file", *OPTIONS).mount()
+def lake(make_lake: LakeMaker, request: pytest.FixtureRequest) -> Lake:
+    """A mounted lake with a directory `d` whose names the hooks know; its parameter is the durability."""
+    durability = getattr(request, "param", "writeback")
+    lake = make_lake("file", "--durability", durability, *OPTIONS[2:]).mount()
     lend(lake, "d")
     return lake
 
@@ -63,6 +65,7 @@ def begin(path: Path, data: bytes, flags: int = 0) -> int:
     return fd
 
 
+@WITH_EITHER_DURABILITY
 def test_what_it_spares(lake: Lake) -> None:
     """Every request of every file."""
     before, asked = answered(lake), upcalls(lake)
@@ -148,6 +151,7 @@ def test_files_that_were_just_written_are_used_without_python(make_lake: LakeMak
     assert sum(spent.values()) <= 3, spent
 
 
+@WITH_EITHER_DURABILITY
 @pytest.mark.parametrize("frees", ["unlink", "replace"])
 def test_name_that_is_free_again_is_made_without_python(lake: Lake, frees: str) -> None:
     """As programs make it that save by a temporary name, and rsync, whose names are hidden."""
@@ -259,6 +263,7 @@ def test_second_epoch_over_files_needs_no_python(lake: Lake) -> None:
         assert not repeated or (spent == {} and answered(lake)["getattr"] - by_library >= len(paths))
 
 
+@WITH_EITHER_DURABILITY
 def test_new_file_that_is_truncated_when_it_is_open_needs_no_python(lake: Lake) -> None:
     """As split makes its files."""
     directory, count = lake.path / "d", FILES // 4
@@ -428,6 +433,7 @@ def test_rule_that_has_o_excl_ask_the_store_keeps_it_from_the_library(make_lake:
     assert answered(lake)["create"] == before
 
 
+@WITH_EITHER_DURABILITY
 def test_many_writers_and_readers_at_once(lake: Lake) -> None:
     def write(writer: int) -> None:
         for number in range(FILES // 4):
@@ -453,6 +459,7 @@ def test_many_writers_and_readers_at_once(lake: Lake) -> None:
     assert found == expected
 
 
+@WITH_EITHER_DURABILITY
 def test_attributes_are_those_of_who_created_it(lake: Lake) -> None:
     path = lake.path / "d" / "mine"
     began_ns = time.time_ns() - 10_000_000  # as exact as the kernel's clock
@@ -473,6 +480,7 @@ def test_attributes_are_those_of_who_created_it(lake: Lake) -> None:
     assert abs(again.st_mtime_ns - found.st_mtime_ns) < 1_000_000
 
 
+@WITH_EITHER_DURABILITY
 def test_it_is_seen_while_it_is_written(lake: Lake) -> None:
     path = lake.path / "d" / "growing"
     fd = begin(path, b"some bytes")
@@ -504,6 +512,7 @@ def test_who_asks_what_is_not_durable_is_told_of_it(lake: Lake) -> None:
     assert (lake.path / "d" / "other").read_bytes() == b"other bytes, and more"
 
 
+@WITH_EITHER_DURABILITY
 @pytest.mark.parametrize("what", ["truncated", "in the middle", "far beyond", "large", "in the end"])
 def test_written_to_in_other_ways(lake: Lake, what: str) -> None:
     """What is not simply more of a small file is nothing new, either."""
@@ -535,6 +544,7 @@ def test_written_to_in_other_ways(lake: Lake, what: str) -> None:
     assert path.read_bytes() == data
 
 
+@WITH_EITHER_DURABILITY
 def test_who_goes_on_writing_after_a_close(lake: Lake) -> None:
     """Descriptors that were duplicated; what each close says is true."""
     path = lake.path / "d" / "twice"
@@ -553,6 +563,7 @@ def test_who_goes_on_writing_after_a_close(lake: Lake) -> None:
     assert path.read_bytes() == b"one two three"
 
 
+@WITH_EITHER_DURABILITY
 def test_a_child_that_inherited_it_closes_it(lake: Lake) -> None:
     """Its close is not the one that the writer means: nothing is published of it."""
     path = lake.path / "d" / "inherited"
@@ -567,6 +578,7 @@ def test_a_child_that_inherited_it_closes_it(lake: Lake) -> None:
     assert path.read_bytes() == b"half and half"
 
 
+@WITH_EITHER_DURABILITY
 def test_removed_and_renamed_while_it_is_open(lake: Lake) -> None:
     directory = lake.path / "d"
     gone, moved, over = (begin(directory / name, name.encode()) for name in ("gone", "moved", "over"))
@@ -586,6 +598,7 @@ def test_removed_and_renamed_while_it_is_open(lake: Lake) -> None:
     assert not {"gone", "moved", "over"} & set(os.listdir(directory))
 
 
+@WITH_EITHER_DURABILITY
 def test_its_directory_is_not_empty(lake: Lake) -> None:
     lend(lake, "e")
     for path in (lake.path / "e").iterdir():
@@ -604,6 +617,7 @@ def test_its_directory_is_not_empty(lake: Lake) -> None:
     assert (lake.path / "other" / "next").read_bytes() == b"next"
 
 
+@WITH_EITHER_DURABILITY
 def test_a_name_that_is_taken(lake: Lake) -> None:
     """By a file that was created without Python, by one that was not, by a directory."""
     directory = lake.path / "d"
@@ -662,6 +676,7 @@ def test_its_directory_has_the_time_of_the_newest_name(lake: Lake) -> None:
     assert (lake.path / "d").stat().st_mtime_ns == during_ns
 
 
+@WITH_EITHER_DURABILITY
 def test_what_was_closed_survives_the_daemon(lake: Lake) -> None:
     for number in range(20):
         (lake.path / "d" / f"kept{number}").write_bytes(noise(10_000, number))
@@ -743,6 +758,7 @@ def test_one_that_cannot_be_taken_is_not_there(make_lake: LakeMaker, tmp_path: P
     assert (lake.path / "d" / "f.close").read_bytes() == b"again"
 
 
+@WITH_EITHER_DURABILITY
 def test_unmounting_waits_for_it(lake: Lake) -> None:
     """A lazy unmount leaves who has it open alone, and stores what comes."""
     path = lake.path / "d" / "late"
@@ -755,6 +771,7 @@ def test_unmounting_waits_for_it(lake: Lake) -> None:
     assert path.read_bytes() == b"early and late"
 
 
+@WITH_EITHER_DURABILITY
 def test_a_daemon_that_is_told_to_end_while_one_is_open(lake: Lake) -> None:
     fd = begin(lake.path / "d" / "open", b"early")
     os.kill(lake.pid, signal.SIGTERM)
@@ -766,6 +783,7 @@ def test_a_daemon_that_is_told_to_end_while_one_is_open(lake: Lake) -> None:
     assert (lake.path / "d" / "open").read_bytes() == b"early and late"
 
 
+@WITH_EITHER_DURABILITY
 def test_more_open_files_than_are_received_at_once(lake: Lake) -> None:
     paths = [lake.path / "d" / f"many{number}" for number in range(300)]
     descriptors = [begin(path, path.name.encode()) for path in paths]

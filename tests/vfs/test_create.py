@@ -134,6 +134,21 @@ async def test_without_write_back_it_is_in_the_store(tmp_path: Path) -> None:
         assert m.fs.statistics()["files"] == {"in_use": 0}
 
 
+async def test_without_write_back_its_close_gets_the_error_of_the_store(tmp_path: Path) -> None:
+    """And who still has it open may close it again."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        await m.names()
+        outage = Outage(store)
+        (error,) = await closed(m, ("plain", b"bytes"))
+        assert error is not None
+        assert error.errno == errno.EIO
+        outage.away = False
+        file = m.fs.new_files.again((await m.found("plain")).inode)
+        await release(m, file)
+        assert store.data("plain") == b"bytes"
+
+
 async def test_its_directory_is_gone(tmp_path: Path) -> None:
     async with writing_back(MemoryStore(), tmp_path / "cache") as m:
         await m.mkdir("gone")
@@ -517,7 +532,7 @@ async def test_removed_before_it_was_closed(tmp_path: Path) -> None:
 
 
 async def test_which_directories_may_be_lent(tmp_path: Path) -> None:
-    """Those whose names are known, of files that write-back accepts."""
+    """Those whose names are known."""
     store = MemoryStore()
     for name in ("listed/a", "listed/b", "unknown/a"):
         store.give(name, b"x")
@@ -525,15 +540,15 @@ async def test_which_directories_may_be_lent(tmp_path: Path) -> None:
         await m.names("listed")
         directory = (await m.found("listed")).inode
         (file,) = await taken(m, ("listed/c", b"c"))
-        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent) > 0
         assert m.fs.new_files.names(directory) == [b"a", b"b", b"c"]
         assert m.fs.new_files.name_bytes_max(directory) == 1024 - len("listed/")
         (file,) = await taken(m, ("unknown/c", b"c"))
-        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) == 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent) == 0
     async with lake(store, tmp_path / "other") as m:
         await m.names("listed")
         (file,) = await taken(m, ("listed/d", b"d"))
-        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) == 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent) > 0
 
 
 async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
@@ -591,14 +606,14 @@ async def test_names_are_not_leased_while_absent_ones_are_doubted(tmp_path: Path
         m.fs.events.mirror_dropped.append(dropped.append)
         (file,) = await taken(m, ("data/1", b"x"))
         clock.advance(1)
-        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent) > 0
         m.fs.namespace.tree.mirrored.add(directory)
         store.give("data/2", b"x")
         store.give("versions/1", b"data/2")
         assert await m.names("versions") == ["0", "1"]
-        assert (dropped, m.fs.new_files.names_lease_s(file.entry.parent, file.key)) == ([directory], 0)
+        assert (dropped, m.fs.new_files.names_lease_s(file.entry.parent)) == ([directory], 0)
         clock.advance(5)
-        assert m.fs.new_files.names_lease_s(file.entry.parent, file.key) > 0
+        assert m.fs.new_files.names_lease_s(file.entry.parent) > 0
 
 
 async def test_packs_wait_while_files_are_accepted_one_after_the_other(

@@ -64,6 +64,7 @@ struct created {
 	uint32_t size, room;
 	char *data;
 	fuse_req_t flush;
+	uint64_t flush_unique;
 	char name[NAME_BYTES_MAX + 1];
 };
 
@@ -71,6 +72,7 @@ struct created {
 struct handed_over {
 	uint64_t inode;
 	uint64_t parent;
+	uint64_t flush_unique; /* 0: no FLUSH waits, or its number is not known */
 	int64_t created_ns;
 	int64_t written_ns;
 	int64_t changed_ns;
@@ -408,6 +410,7 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 	transition(file, CLOSING);
 	file->due = BYTES;
 	file->flush = request;
+	file->flush_unique = lakefs_request_unique;
 	some_due = 1;
 	lakefs_count(FUSE_FLUSH);
 	if (!lakefs_without_python)
@@ -574,6 +577,7 @@ int lakefs_next_file(struct handed_over *handed_over)
 	*handed_over = (struct handed_over){
 		.inode = file->inode,
 		.parent = file->parent,
+		.flush_unique = file->flush_unique,
 		.created_ns = file->created_ns,
 		.written_ns = file->written_ns,
 		.changed_ns = file->changed_ns,

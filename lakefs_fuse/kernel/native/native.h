@@ -65,6 +65,8 @@ struct request_time {
 };
 extern struct request_time lakefs_request_time;
 void lakefs_note_request_time(void);
+/* The kernel's number of the request that is handled, never used twice; 0: not known. */
+extern uint64_t lakefs_request_unique;
 
 int64_t lakefs_monotonic_ns(void);
 

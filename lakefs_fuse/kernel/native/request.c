@@ -1,10 +1,11 @@
 /*
- * What all handlers know of requests: when the last one was read, whether it is handled without the GIL, and how many
- * were handled without entering Python.
+ * What all handlers know of requests: when the last one was read, its number, whether it is handled without the GIL, and
+ * how many were handled without entering Python.
  */
 #include "native.h"
 
 struct request_time lakefs_request_time;
+uint64_t lakefs_request_unique;
 int lakefs_without_python;
 static int64_t answered[FUSE_BATCH_FORGET + 1]; /* by opcode */
 

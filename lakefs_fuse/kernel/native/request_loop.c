@@ -23,7 +23,7 @@
 static int begun;
 static int drained = 1;
 static struct request_origin {
-	uint64_t unique; /* the kernel's number of the request, never used twice; 0: not known */
+	uint64_t unique; /* `lakefs_request_unique` */
 	uint32_t thread; /* 0: in another pid namespace, or none waits for the reply */
 } origin;
 
@@ -37,13 +37,16 @@ static int needs_no_python(const struct fuse_buf *buf)
 		lakefs_offload_answers(head, head + 1, buf->size - sizeof(*head)));
 }
 
-/* Receive a request as libfuse does, and record the time. */
+/* Receive a request as libfuse does, and record the time and its number. */
 static int receive(struct fuse_session *se, struct fuse_buf *buf)
 {
 	int size = libfuse.session_receive_buf(se, buf);
 
-	if (size > 0)
+	if (size > 0) {
 		lakefs_note_request_time();
+		lakefs_request_unique =
+			buf->flags & FUSE_BUF_IS_FD ? 0 : ((const struct fuse_in_header *)buf->mem)->unique;
+	}
 	return size;
 }
 
@@ -90,7 +93,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	if (size > 0 && !needs_no_python(buf)) {
 		const struct fuse_in_header *head = buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem;
 
-		origin = (struct request_origin){head ? head->unique : 0, head ? head->pid : 0};
+		origin = (struct request_origin){lakefs_request_unique, head ? head->pid : 0};
 		lakefs_forget_before(head);
 		lakefs_hand_over_before(head);
 	} else {

@@ -276,14 +276,12 @@ class NewFiles:
 
     # -- names that are leased to the C library
 
-    def names_lease_s(self, directory: int, path: str) -> float:
-        """Return for how many seconds the names of a directory may be leased, which has the ``path``, or a file of that
-        path. Under the lease the C library answers for absent names, and creates files, without asking. 0 if that is
-        not possible, as in a setgid directory, or while names that are absent may have been stored since the
-        listing."""
-        if not self._writeback.is_for(path) or not self._ns.keys.takes_plain_names:
-            return 0.0
-        if self._writeback.publishes_open_files:  # the answer to CREATE must then say whether I/O is direct
+    def names_lease_s(self, directory: int) -> float:
+        """Return for how many seconds the names of a directory may be leased. Under the lease the C library answers for
+        absent names, and creates files, without asking. 0 if that is not possible, as in a setgid directory, or while
+        names that are absent may have been stored since the listing."""
+        # Where open files are published, the answer to CREATE has to say whether I/O is direct.
+        if not self._ns.keys.takes_plain_names or self._writeback.publishes_open_files:
             return 0.0
         above = self._ns.tree.entry(directory)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode

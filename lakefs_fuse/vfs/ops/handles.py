@@ -293,6 +293,10 @@ class OpenLeases:
             return 0.0
         return self._ns.name_fresh_s(file.entry.parent, file.entry.name)
 
+    def allowed_for_closed_s(self, entry: Entry) -> float:
+        """As `allowed_s` for a file that is not in use."""
+        return 0.0 if entry.is_local else self._ns.name_fresh_s(entry.parent, entry.name)
+
     async def read(self, handle: int, offset: int, length: int) -> Buffer:
         """Read through a handle opened under a lease. Raises FileError(ESTALE) if the inode is no longer known."""
         inode = inode_of(handle)
