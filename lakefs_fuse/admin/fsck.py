@@ -413,6 +413,9 @@ class Checker:
         """``sizes`` of all objects of indexes, by key. Raises NotFound, DamagedCommit."""
         lake = self._lake
         manifest = await fetch_manifest(lake.client, time_ns)
+        if max(manifest.time, manifest.newest) > lake.clock.ahead_ns():
+            text = "its time, or that of its newest commit, lies in the future, so mounts do without it if they can"
+            self._problem(prefix_of(time_ns), Kind.INDEX, f"{text}: run snapshot twice, which replaces it")
         bad = [file for file in manifest.all_files() if sizes.get(manifest.key_of(file)) != file.size]
         for file in bad:
             size = sizes.get(manifest.key_of(file))

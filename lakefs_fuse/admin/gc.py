@@ -382,7 +382,9 @@ class Collector:
         return gc_record
 
     async def _newest_index(self) -> Manifest | None:
-        return next(iter(await manifests(self._lake.client, count_max=1)), None)
+        """The one that readers begin with: not one that is dated too far ahead."""
+        lake = self._lake
+        return next(iter(await manifests(lake.client, count_max=1, until_ns=lake.clock.ahead_ns())), None)
 
     # -- deleting
 
