@@ -188,6 +188,9 @@ class Collector:
         self._contained: set[str] = set()
         """Dead commits whose records were checked, by this run or an earlier one."""
         self._late: set[str] = set()
+        self._named_since: set[str] = set()
+        """Objects to which dead commits refer that no earlier search had found dead: since that search they had a name,
+        perhaps by a node that had not heard of the end of the last one."""
         self._kept = snapshots.KeptObjects(lake.client)
         """Objects that named snapshots refer to."""
         self._gc_records = GcRecordReader(lake.client)
@@ -214,7 +217,11 @@ class Collector:
             if not self._lake.references(key, etag)
         }
         await self._rewrite()
-        gc_record = await self._fold_dead(old, await self._find_dead(), named)
+        dead = await self._find_dead()
+        named |= self._named_since
+        self._known = {key: each for key, each in self._known.items() if key not in self._named_since}
+        self._named_since.clear()
+        gc_record = await self._fold_dead(old, dead, named)
         if options.wait and options.grace_s and not options.dry_run:
             gc_record = await self._delete_objects(gc_record)
             if since := [*gc_record.dead.values(), *(since for _, since in gc_record.unreferenced.values())]:
@@ -333,6 +340,8 @@ class Collector:
             return False
         has_row = self._lake.tree.objects.find(meta.key, meta.etag) is not None
         for operation in record.operations:
+            if isinstance(operation, Put) and operation.object > THIS:
+                self._named_since.add(record.objects[operation.object].key)
             own = isinstance(operation, Put | Relocate) and operation.object == THIS
             if (own and not has_row) or not self._is_known(operation, record.time):
                 self._late.add(meta.key)
@@ -358,7 +367,7 @@ class Collector:
 
     async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta], named: Collection[str]) -> GcRecord:
         """Fold dead commits into an index, and record since when they are dead: of those that were ``named`` when this
-        run began, since now, though an earlier run found them dead before."""
+        run began, or since the last one, since now, though an earlier run found them dead before."""
         lake = self._lake
         now = lake.clock.wall_ns()
         noted = {key: time_ns for key, time_ns in old.dead.items() if key not in named}
@@ -398,6 +407,7 @@ class Collector:
             since = gc_record.dead.get(meta.key)
             if (
                 since is None
+                or meta.key in self._named_since
                 or (now - since) / NS < self._options.grace_s
                 or commit_time(meta.key) >= gc_record.horizon
             ):
@@ -486,7 +496,8 @@ class Collector:
         """An unreferenced object was so a grace period ago. Another one is recorded, if there is room."""
         now = self._lake.clock.wall_ns()
         etag, since = self._known.get(meta.key, ("", now))
-        since = min(now, max(since, meta.mtime_ns)) if etag == meta.etag else now
+        is_known = etag == meta.etag and meta.key not in self._named_since
+        since = min(now, max(since, meta.mtime_ns)) if is_known else now
         if (now - since) / NS >= self._options.grace_s:
             return True
         if len(self._found) < UNREFERENCED_MAX:
