@@ -62,14 +62,9 @@ from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
     COMMITS,
     OBJECTS,
-    OWN,
     THIS,
-    Mkdir,
-    Operation,
     Put,
     Relocate,
-    Remove,
-    is_of_version,
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
@@ -343,27 +338,11 @@ class Collector:
             if isinstance(operation, Put) and operation.object > THIS:
                 self._named_since.add(record.objects[operation.object].key)
             own = isinstance(operation, Put | Relocate) and operation.object == THIS
-            if (own and not has_row) or not self._is_known(operation, record.time):
+            if (own and not has_row) or not self._lake.is_known(operation, record.time):
                 self._late.add(meta.key)
                 return False
         self._contained.add(meta.key)
         return True
-
-    def _is_known(self, operation: Operation, time_ns: int) -> bool:
-        """Whether a name, or its tombstone, is as new as this operation on it.
-
-        Operations on a version, or on an object that others may delete, leave no trace, and count as known."""
-        if is_of_version(operation) or (isinstance(operation, Put) and operation.object == OWN):
-            return True
-        slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
-        tombstone = self._lake.tree.tombstones.get(operation.path.encode() + slash)
-        if tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) >= time_ns:
-            return True
-        entry = self._lake.find(operation.path, slash)
-        if entry is None:
-            return False
-        replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
-        return entry.stamp >= time_ns or replaced
 
     async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta], named: Collection[str]) -> GcRecord:
         """Fold dead commits into an index, and record since when they are dead: of those that were ``named`` when this

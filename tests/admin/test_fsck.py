@@ -257,6 +257,38 @@ async def test_a_commit_that_cannot_be_read_is_moved_aside(store: MemoryStore, c
         assert await mounted.names("data") == [f"{number:04d}" for number in range(10)]
 
 
+async def test_what_a_commit_that_came_too_late_says_is_committed_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """But for what has a newer version: of a commit, of a removal, of another client."""
+    clock.advance(10)
+    late = Clock(clock())
+    clock.advance(10)
+    give_pack(store, clock, {"newest": b"newest", "removed": b"r"}, writer="0badcaff")
+    clock.advance(10)
+    give_commit(store, clock, Remove("removed"))
+    store.give("theirs", b"by others")
+    clock.advance(1000)
+    give_pack(store, clock, {"last": b"last"}, writer="0badcaff")
+    async with headless(store, clock) as view:
+        await fold_all(view, 0)
+    files = {"late": b"late", "data/0000": b"changed", "newest": b"older", "removed": b"older", "theirs": b"older"}
+    key = give_pack(store, late, files, writer="0badcaf0")
+    nothing = give_pack(store, Clock(late() + 1), {"newest": b"older"}, writer="0badcaf1")
+    done = await check(store, clock, repair=True)
+    assert {(problem.key, problem.repair) for problem in done.problems} == {
+        (key, "2 changes of names were committed again"),
+        (nothing, "left as it is: all that it says has newer versions"),
+    }
+    clock.advance(1)
+    expected = {"late": b"late", "data/0000": b"changed", "newest": b"newest", "theirs": b"by others"}
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert {path: await mounted.read(path) for path in expected} == expected
+        assert "removed" not in await mounted.names()
+    again = await check(store, clock, repair=True)
+    assert [problem.key for problem in again.problems] == [nothing]
+
+
 async def test_killed_while_it_moves_one_aside(store: MemoryStore, clock: Clock) -> None:
     second = commits(store)[1]
     damaged = store.data(second)[:-30]
