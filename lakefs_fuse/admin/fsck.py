@@ -364,13 +364,18 @@ class Checker:
             problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, paths)))
 
     def _check_applied(self, meta: ObjectMeta, record: Record) -> None:
-        """Check that a commit with files was applied, which leaves a row of its object whatever becomes of them."""
+        """Check that a commit was applied. One with files leaves a row of its object whatever becomes of them; what
+        others say is in names or their tombstones, as `gc` asks before it deletes them."""
         if meta.key in self._applied or self._is_future(meta.key):
             return
-        mine = [each.path for each in record.operations if isinstance(each, Put | Relocate) and each.object == THIS]
-        if mine:
+        paths = [each.path for each in record.operations if isinstance(each, Put | Relocate) and each.object == THIS]
+        if paths:
+            lost = self._not_superseded(meta.key, paths)
+        else:
+            paths = lost = [each.path for each in record.operations if not self._lake.is_known(each, record.time)]
+        if paths:
             problem = self._problem(meta.key, Kind.LATE, "it came into sight too late for the index and for mounts")
-            problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, mine)))
+            problem.paths.update(dict.fromkeys(lost))
 
     def _is_future(self, key: str) -> bool:
         return commit_time(key) > self._lake.clock.ahead_ns()
@@ -413,6 +418,9 @@ class Checker:
         """``sizes`` of all objects of indexes, by key. Raises NotFound, DamagedCommit."""
         lake = self._lake
         manifest = await fetch_manifest(lake.client, time_ns)
+        if max(manifest.time, manifest.newest) > lake.clock.ahead_ns():
+            text = "its time, or that of its newest commit, lies in the future, so mounts do without it if they can"
+            self._problem(prefix_of(time_ns), Kind.INDEX, f"{text}: run snapshot twice, which replaces it")
         bad = [file for file in manifest.all_files() if sizes.get(manifest.key_of(file)) != file.size]
         for file in bad:
             size = sizes.get(manifest.key_of(file))

@@ -7,6 +7,7 @@
 * Commits from the future are committed again under right dates (see `future_commits`), and files in them are moved into
   new packs. They are deleted after a grace period in which mounts apply that, unless a name or a named snapshot had or
   has bytes in them: mounts read these, and one that has not heard of a move may rename the file.
+* What commits say that came too late for mounts, and no later commit or plain object does, is committed again.
 * Any other problem is left and reported.
 
 A crash between copy and deletion leaves both, and a second run continues. Tasks of one trio loop.
@@ -24,6 +25,7 @@ from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import RelocationBuilder, Relocator
 from lakefs_fuse.admin.work import Report
 from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.commits.archive import commit_time
 from lakefs_fuse.commits.future_commits import Redater
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import COMMITS, OWN
@@ -50,6 +52,8 @@ async def repair(lake: LakeView, checker: Checker, *, report: Report, sleep: Sle
     for problem in checker.done.problems:
         if problem.kind is Kind.FUTURE:
             repair = redated[problem.key]
+        elif problem.kind is Kind.LATE:
+            repair = await _repeat_late(lake, checker, problem)
         elif problem.kind is Kind.UNREADABLE and problem.key in future:
             repair = "left where it is: nobody knows what it says"
         elif problem.kind is Kind.UNREADABLE:
@@ -113,6 +117,22 @@ async def _find_unreferenced(lake: LakeView, again: Sequence[str], done: dict[st
             done[key] = "committed again under a right date, but for what has a newer version, and deleted"
             doomed.append(key)
     return doomed
+
+
+async def _repeat_late(lake: LakeView, checker: Checker, problem: Problem) -> str:
+    """Commit again what a commit says that mounts have not seen; what was done."""
+    meta = checker.commits.get(problem.key)
+    if meta is None:
+        return "left: it is gone"
+    await lake.refresh()
+    await lake.log.latest_time()
+    done = await Redater(lake.log).repeat([meta], {meta.key: commit_time(meta.key)}, is_known=lake.is_known)
+    await lake.refresh()
+    if not done.originals:
+        return "left: it cannot be read"
+    if not done.operations:
+        return "left as it is: all that it says has newer versions"
+    return f"{counted(done.operations, 'change of a name was', 'changes of names were')} committed again"
 
 
 async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str:

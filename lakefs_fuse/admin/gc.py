@@ -62,14 +62,9 @@ from lakefs_fuse.commits.listing_digest import parse_digest
 from lakefs_fuse.commits.record import (
     COMMITS,
     OBJECTS,
-    OWN,
     THIS,
-    Mkdir,
-    Operation,
     Put,
     Relocate,
-    Remove,
-    is_of_version,
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
@@ -188,6 +183,9 @@ class Collector:
         self._contained: set[str] = set()
         """Dead commits whose records were checked, by this run or an earlier one."""
         self._late: set[str] = set()
+        self._named_since: set[str] = set()
+        """Objects to which dead commits refer that no earlier search had found dead: since that search they had a name,
+        perhaps by a node that had not heard of the end of the last one."""
         self._kept = snapshots.KeptObjects(lake.client)
         """Objects that named snapshots refer to."""
         self._gc_records = GcRecordReader(lake.client)
@@ -214,7 +212,11 @@ class Collector:
             if not self._lake.references(key, etag)
         }
         await self._rewrite()
-        gc_record = await self._fold_dead(old, await self._find_dead(), named)
+        dead = await self._find_dead()
+        named |= self._named_since
+        self._known = {key: each for key, each in self._known.items() if key not in self._named_since}
+        self._named_since.clear()
+        gc_record = await self._fold_dead(old, dead, named)
         if options.wait and options.grace_s and not options.dry_run:
             gc_record = await self._delete_objects(gc_record)
             if since := [*gc_record.dead.values(), *(since for _, since in gc_record.unreferenced.values())]:
@@ -333,32 +335,18 @@ class Collector:
             return False
         has_row = self._lake.tree.objects.find(meta.key, meta.etag) is not None
         for operation in record.operations:
+            if isinstance(operation, Put) and operation.object > THIS:
+                self._named_since.add(record.objects[operation.object].key)
             own = isinstance(operation, Put | Relocate) and operation.object == THIS
-            if (own and not has_row) or not self._is_known(operation, record.time):
+            if (own and not has_row) or not self._lake.is_known(operation, record.time):
                 self._late.add(meta.key)
                 return False
         self._contained.add(meta.key)
         return True
 
-    def _is_known(self, operation: Operation, time_ns: int) -> bool:
-        """Whether a name, or its tombstone, is as new as this operation on it.
-
-        Operations on a version, or on an object that others may delete, leave no trace, and count as known."""
-        if is_of_version(operation) or (isinstance(operation, Put) and operation.object == OWN):
-            return True
-        slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
-        tombstone = self._lake.tree.tombstones.get(operation.path.encode() + slash)
-        if tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) >= time_ns:
-            return True
-        entry = self._lake.find(operation.path, slash)
-        if entry is None:
-            return False
-        replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
-        return entry.stamp >= time_ns or replaced
-
     async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta], named: Collection[str]) -> GcRecord:
         """Fold dead commits into an index, and record since when they are dead: of those that were ``named`` when this
-        run began, since now, though an earlier run found them dead before."""
+        run began, or since the last one, since now, though an earlier run found them dead before."""
         lake = self._lake
         now = lake.clock.wall_ns()
         noted = {key: time_ns for key, time_ns in old.dead.items() if key not in named}
@@ -382,7 +370,9 @@ class Collector:
         return gc_record
 
     async def _newest_index(self) -> Manifest | None:
-        return next(iter(await manifests(self._lake.client, count_max=1)), None)
+        """The one that readers begin with: not one that is dated too far ahead."""
+        lake = self._lake
+        return next(iter(await manifests(lake.client, count_max=1, until_ns=lake.clock.ahead_ns())), None)
 
     # -- deleting
 
@@ -396,6 +386,7 @@ class Collector:
             since = gc_record.dead.get(meta.key)
             if (
                 since is None
+                or meta.key in self._named_since
                 or (now - since) / NS < self._options.grace_s
                 or commit_time(meta.key) >= gc_record.horizon
             ):
@@ -484,7 +475,8 @@ class Collector:
         """An unreferenced object was so a grace period ago. Another one is recorded, if there is room."""
         now = self._lake.clock.wall_ns()
         etag, since = self._known.get(meta.key, ("", now))
-        since = min(now, max(since, meta.mtime_ns)) if etag == meta.etag else now
+        is_known = etag == meta.etag and meta.key not in self._named_since
+        since = min(now, max(since, meta.mtime_ns)) if is_known else now
         if (now - since) / NS >= self._options.grace_s:
             return True
         if len(self._found) < UNREFERENCED_MAX:

@@ -18,7 +18,7 @@ from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.index.index import require_all_names
-from lakefs_fuse.commits.record import COMMITS
+from lakefs_fuse.commits.record import COMMITS, OWN, Mkdir, Operation, Put, Remove, is_of_version
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import FileError, LakeError, sole_error
@@ -34,6 +34,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import why_hidden
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 NEVER_S = 10 * 365 * 86400.0
+NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,22 @@ class LakeView:
     def find(self, path: str, slash: bytes = b"") -> Entry | None:
         """The file that a path names; with a ``slash`` the directory."""
         return self.tree.named_at(path.encode("utf-8", "surrogatepass"), slash)
+
+    def is_known(self, operation: Operation, time_ns: int) -> bool:
+        """Whether a name, or its tombstone, is as new as this operation on it.
+
+        Operations on a version, or on an object that others may delete, leave no trace, and count as known."""
+        if is_of_version(operation) or (isinstance(operation, Put) and operation.object == OWN):
+            return True
+        slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
+        tombstone = self.tree.tombstones.get(operation.path.encode() + slash)
+        if tombstone is not None and max(tombstone.newest, tombstone.unlisted[1]) >= time_ns:
+            return True
+        entry = self.find(operation.path, slash)
+        if entry is None:
+            return False
+        replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
+        return entry.stamp >= time_ns or replaced
 
     def files(self) -> Iterator[tuple[str, Entry]]:
         """Every known file and symbolic link with its path, shadowed ones too.

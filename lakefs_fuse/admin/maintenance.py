@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.admin.fold_database import FoldDatabase
 from lakefs_fuse.commits.archive import commit_time
+from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
 from lakefs_fuse.commits.index.index import Manifest, manifests
 from lakefs_fuse.commits.maintenance_lease import find_holder
 from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX
@@ -153,7 +154,8 @@ class Inspector:
 
     async def read(self) -> None:
         """Read which index and which collection is the newest. Raises StoreError kinds."""
-        self.index = next(iter(await manifests(self._client, count_max=1)), None)
+        until_ns = self.now_ns() + AHEAD_NS_MAX  # a later one is of a node whose clock was wrong
+        self.index = next(iter(await manifests(self._client, count_max=1, until_ns=until_ns)), None)
         self.collection = await read_collection(self._client)
         self._is_known = True
 

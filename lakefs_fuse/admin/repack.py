@@ -42,7 +42,7 @@ from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.quantity import counted
-from lakefs_fuse.store.client import copy_metadata, token_of
+from lakefs_fuse.store.client import copy_metadata, is_copy_of, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.nursery import for_each
@@ -333,10 +333,11 @@ class _Unpack:
         """The object at the key, if its bytes are those of the file: a late request, or one of an earlier run."""
         try:
             if raw is None:
+                version = file.source.version
                 there = await self._lake.client.head(file.path)
-                source = await self._lake.client.head(file.source.version.key)
+                source = await self._lake.client.head(version.key)
                 is_same = there.etag == source.etag or (token_of(there) and token_of(there) == token_of(source))
-                if is_same and there.size == source.size:
+                if (is_same or is_copy_of(there, version.key, version.etag)) and there.size == source.size:
                     return there
             else:
                 fetched = await self._lake.client.get(file.path, 0, max(1, len(raw) + 1))

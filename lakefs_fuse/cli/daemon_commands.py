@@ -170,7 +170,7 @@ def orphans(
         raise click.UsageError("finish or abort each orphan, not both; --all excludes --finish and --abort")
     with open_daemon(mountpoint) as client:
         if all_of_them:
-            ids = tuple(file.id for file in client.orphans())
+            ids = tuple(file.id for file in client.orphans())[::-1]  # of several of one name the newest counts
             finish_ids, abort_ids = (ids, ()) if all_of_them == "finish" else ((), ids)
         elif not finish_ids and not abort_ids:
             found = client.orphans()

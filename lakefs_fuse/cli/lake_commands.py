@@ -265,8 +265,9 @@ def gc(
 @click.command("fsck", cls=GroupedCommand, context_settings=SETTINGS)
 @argument("source", SOURCE_HELP)
 @option("--quick", is_flag=True, help="Check change records and references, and do not read the bytes of files.")
-@option("--repair", is_flag=True, help="Move unusable commits aside, and point names with damaged bytes at intact "
-        "copies. The last copy of a file is never deleted.")  # fmt: skip
+@option("--repair", is_flag=True, help="Move unusable commits aside, point names with damaged bytes at intact "
+        "copies, and commit again what was dated in the future or came too late. The last copy of a file is never "
+        "deleted.")  # fmt: skip
 @option("--rebind", is_flag=True, help="Instead of checking, commit the present ETags of objects. Use it right after "
         "other tools copied or re-encrypted the lake, before any mount. --quick compares sizes.")  # fmt: skip
 @dry_run_option

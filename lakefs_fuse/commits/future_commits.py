@@ -1,8 +1,9 @@
-"""Commits again, with right dates, what was dated too far ahead.
+"""Commits again, with right dates, what was dated too far ahead, and what came too late for polls.
 
 A daemon whose clock was wrong, and whose store told no better time, dates commits farther ahead than any mount follows.
 Their operations are committed again as links into the same objects, in the same order. Such a commit counts as made at
-its LastModified, or (if that is wrong as well) at that of the writer's next one.
+its LastModified, or (if that is wrong as well) at that of the writer's next one. `fsck --repair` does the same with
+commits that became visible when polls were past their time: those count as made at that time.
 
 What always holds (*repeatable*): an operation is left out if its path got another version since, from a commit with a
 right date or from a plain object. So a second run, after a crash or on another node, changes nothing: what was
@@ -14,7 +15,7 @@ Memory: the paths of the commits made since the first of them. For tasks of one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -77,8 +78,17 @@ def ignore(_original: Original, _operations: Sequence[Operation], _time: int) ->
     """Do nothing, for callers that keep no names."""
 
 
+IsKnown: TypeAlias = Callable[[Operation, int], bool]
+"""Whether an operation of a commit of this time need not be committed again."""
+
+
+def is_unknown(_operation: Operation, _time: int) -> bool:
+    """Return False, for callers that know no names."""
+    return False
+
+
 class Redater:
-    """Commits again what was dated too far ahead: see the module's head."""
+    """Commits again what was dated too far ahead, or came too late: see the module's head."""
 
     def __init__(self, log: CommitLog) -> None:
         self._log, self._clock = log, log.clock
@@ -88,11 +98,23 @@ class Redater:
     async def run(self, writers: Collection[str] | None = None, *, repeated: Repeated = ignore) -> Redated:
         """Commit again what these writers (None: all) have dated too far ahead. Raises LakeError; what was done by then
         stays."""
-        done = Redated()
         found = await self._find(writers)
+        return await self.repeat(found, self._times_made(found), repeated=repeated)
+
+    async def repeat(
+        self,
+        found: Sequence[ObjectMeta],
+        made: Mapping[str, int],
+        *,
+        is_known: IsKnown = is_unknown,
+        repeated: Repeated = ignore,
+    ) -> Redated:
+        """Commit again what these commits say, and no later one does: see the module's head. ``made`` is when each was
+        made, by key. What ``is_known`` to be in effect, or superseded, is left out. Raises LakeError; what was done by
+        then stays."""
+        done = Redated()
         if not found:
             return done
-        made = self._times_made(found)
         done.oldest_ns = min(made.values())
         await self.read_newer(done.oldest_ns)
         for meta in found:
@@ -100,10 +122,10 @@ class Redater:
                 record = await self._log.fetch(meta)
                 record = replace(record, operations=list(record.operations))  # decoded once: `id` tells them apart
             except (NotFound, PreconditionFailed, DamagedCommit) as error:
-                logger.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
+                logger.error("commit %s cannot be committed again: %s", meta.key, error)
                 continue
             original = Original(meta, record, made[meta.key])
-            kept = await self._still_newest(original)
+            kept = [each for each in await self._still_newest(original) if not is_known(each, record.time)]
             done.originals.append(meta.key)
             done.operations += len(kept)
             done.superseded += len(record.operations) - len(kept)

@@ -86,13 +86,14 @@ async def _fetch_record(client: StoreClient, meta: ObjectMeta) -> GcRecord | Non
 
 
 async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
-    """Write a record in place of all older ones. Raises LakeError, also if older ones cannot be deleted."""
+    """Write a record in place of all others. Raises LakeError, also if some of them cannot be deleted."""
     old = await _list_records(client)
     record = msgspec.structs.replace(record, horizon=max(record.horizon, _horizon_of(old)))
     key = f"{RECORDS}{time_ns:016x}-{record.horizon:016x}"
     if record.dead or record.horizon or record.unreferenced:
         await client.put(key, msgspec.msgpack.encode(record))
-    refused = await client.delete_many([meta.key for meta in old if meta.key < key])
+    # Also one that is dated later, by a clock that was wrong: readers would take it for the newest until then.
+    refused = await client.delete_many([meta.key for meta in old if meta.key != key])
     if refused:
         first, why = next(iter(refused.items()))
         raise deletion_refused(len(refused), f"{first}: {why}")

@@ -107,6 +107,9 @@ REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
 """User metadata key of the ETags of versions that an object replaces, newest first, with a comma between two and, if
 that is all since the file was created at this key, at the end. A file that was created has none."""
 COPY_METADATA = f"{METADATA_PREFIX}copy"
+COPIED_METADATA = f"{METADATA_PREFIX}copied"
+"""User metadata key of what an object with COPY_METADATA is a copy of, if the store made it in parts: its ETag is
+another one than that of its source."""
 SINCE_METADATA = f"{METADATA_PREFIX}since"
 """User metadata key of a time, in ns since 1970, in an object that was put exclusively. It is later than each removal
 of an earlier version that its writer knew."""
@@ -693,6 +696,18 @@ def replaced_since(meta: ObjectMeta, etag: str) -> list[str]:
 def copy_metadata(key: str) -> dict[str, str]:
     """Metadata of a copy, at ``key``, of the bytes of a file elsewhere: it is not a file until a commit names it."""
     return {COPY_METADATA: xxhash.xxh3_128_hexdigest(key.encode("utf-8", "surrogatepass"))}
+
+
+def copied_metadata(source: str, etag: str) -> dict[str, str]:
+    """Metadata of a copy of the version ``etag`` of the object ``source``."""
+    return {COPIED_METADATA: xxhash.xxh3_128_hexdigest(f"{source}\0{etag}".encode("utf-8", "surrogatepass"))}
+
+
+def is_copy_of(meta: ObjectMeta, source: str, etag: str) -> bool:
+    """Whether the object was put with `copy_metadata` at this key, and `copied_metadata` of this version."""
+    return (
+        is_copy(meta) and (meta.metadata or {}).get(COPIED_METADATA) == copied_metadata(source, etag)[COPIED_METADATA]
+    )
 
 
 def is_copy(meta: ObjectMeta) -> bool:

@@ -11,7 +11,7 @@ from contextlib import suppress
 import trio
 
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable, Unsupported
-from lakefs_fuse.store.client import StoreClient, copy_metadata
+from lakefs_fuse.store.client import StoreClient, copied_metadata, copy_metadata
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 
 COPY_BYTES_MAX = 5 << 30
@@ -27,8 +27,9 @@ async def copy_object(
     client: StoreClient, source: str, etag: str, size: int, target: str, *, if_absent: bool = False
 ) -> ObjectMeta:
     """Copy the version ``etag``, of ``size`` bytes, of the object ``source``. ``if_absent``: in parts, because the
-    store then refuses where something is at ``target``, and with `copy_metadata`; a store that has no such condition
-    copies over it, and so does every store where the object is empty, as no range of it can be a part.
+    store then refuses where something is at ``target``, and with metadata by which it `is_copy_of` the source; a store
+    that has no such condition copies over it, and so does every store where the object is empty, as no range of it can
+    be a part.
 
     Raises NotFound (of ``source``), PreconditionFailed (another version is at ``source``, or something at ``target``,
     which after a lost answer may be the copy), Unsupported where the store cannot copy so much, and other StoreErrors.
@@ -39,7 +40,9 @@ async def copy_object(
         if size > COPY_BYTES_MAX:
             raise Unsupported(f"{source} has {size} bytes, and parts cannot be copied")
         return await client.copy(source, target, etag=etag)
-    metadata = {**((await client.head(source)).metadata or {}), **(copy_metadata(target) if if_absent else {})}
+    metadata = dict((await client.head(source)).metadata or {})
+    if if_absent:
+        metadata |= copy_metadata(target) | copied_metadata(source, etag)
     upload_id = await client.create_multipart(target, metadata=metadata)
     try:
         refs: list[PartRef] = []

@@ -18,8 +18,7 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.health import FAILED_RETRY_S
-from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
-from lakefs_fuse.commits.index.index import load_newest_index, require_all_names
+from lakefs_fuse.commits.index.index import is_dated_ahead, load_newest_index, require_all_names
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
@@ -27,7 +26,7 @@ from lakefs_fuse.environment.hint_channel import HintChannel
 from lakefs_fuse.environment.memory_shares import shares_of
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, MountError, Unsupported
+from lakefs_fuse.errors import CacheError, MountError
 from lakefs_fuse.meta.database import Database, RocksEngines
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, lake_of, marks_of, missing_before, note_lake
 from lakefs_fuse.metrics import Metrics
@@ -199,7 +198,9 @@ async def assembled(
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await drop_wrong_names(database, client, node.clock, lake_id)
-                await load_newest_index(database, client, node.threads, directory / "index", folds=config.folds)
+                await load_newest_index(
+                    database, client, node.threads, directory / "index", clock=node.clock, folds=config.folds
+                )
                 metrics.commits.names_missing = int(missing_before(database) > 0)
                 if not config.read_only:
                     require_all_names(database)
@@ -245,13 +246,7 @@ async def drop_wrong_names(database: Database, client: StoreClient, clock: Clock
     """Drop all names where some are dated too far ahead, which would hide what others commit, where the daemon before
     found that they may be outdated, or where they are those of a lake that was at this place before. Raises
     LakeError."""
-    newest = marks_of(database).newest
-    is_ahead = newest > clock.wall_ns() + AHEAD_NS_MAX
-    if is_ahead:
-        try:
-            is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX
-        except Unsupported:
-            pass  # then this machine's clock is what there is
+    is_ahead = await is_dated_ahead(client, clock, marks_of(database).newest)
     is_other = _is_of_other_lake(database, lake_id)
     if is_ahead or is_other or are_names_outdated(database):
         why = "are dated in the future" if is_ahead else "are of another lake" if is_other else "may be outdated"

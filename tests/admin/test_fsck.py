@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from lakefs_fuse.admin import fsck_repair
-from lakefs_fuse.admin.commands import run_fsck
+from lakefs_fuse.admin.commands import run_fsck, run_gc
 from lakefs_fuse.admin.fsck import PATHS_SHOWN_MAX, Checked, Checker, Kind, Problem
 from lakefs_fuse.commits.archive import build, commit_key
-from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
-from lakefs_fuse.control.worker_protocol import FsckArgs
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Put, Relocate, Remove, encode
+from lakefs_fuse.control.worker_protocol import FsckArgs, GcArgs
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.meta.entry import Entry
 from tests.admin.lakes import (
@@ -255,6 +255,67 @@ async def test_a_commit_that_cannot_be_read_is_moved_aside(store: MemoryStore, c
     assert (await check(store, clock)).problems == []
     async with lake(store, tmp_path / "node", clock=clock) as mounted:
         assert await mounted.names("data") == [f"{number:04d}" for number in range(10)]
+
+
+async def test_what_a_commit_that_came_too_late_says_is_committed_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """But for what has a newer version: of a commit, of a removal, of another client."""
+    clock.advance(10)
+    late = Clock(clock())
+    clock.advance(10)
+    give_pack(store, clock, {"newest": b"newest", "removed": b"r"}, writer="0badcaff")
+    clock.advance(10)
+    give_commit(store, clock, Remove("removed"))
+    store.give("theirs", b"by others")
+    clock.advance(1000)
+    give_pack(store, clock, {"last": b"last"}, writer="0badcaff")
+    async with headless(store, clock) as view:
+        await fold_all(view, 0)
+    files = {"late": b"late", "data/0000": b"changed", "newest": b"older", "removed": b"older", "theirs": b"older"}
+    key = give_pack(store, late, files, writer="0badcaf0")
+    nothing = give_pack(store, Clock(late() + 1), {"newest": b"older"}, writer="0badcaf1")
+    done = await check(store, clock, repair=True)
+    assert {(problem.key, problem.repair) for problem in done.problems} == {
+        (key, "2 changes of names were committed again"),
+        (nothing, "left as it is: all that it says has newer versions"),
+    }
+    clock.advance(1)
+    expected = {"late": b"late", "data/0000": b"changed", "newest": b"newest", "theirs": b"by others"}
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert {path: await mounted.read(path) for path in expected} == expected
+        assert "removed" not in await mounted.names()
+    again = await check(store, clock, repair=True)
+    assert [problem.key for problem in again.problems] == [nothing]
+
+
+async def test_rename_and_removal_that_came_too_late_are_found_and_committed_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """Such commits have no files; `gc` leaves them, and says that fsck knows more."""
+    clock.advance(10)
+    late = Clock(clock())
+    clock.advance(1000)
+    give_pack(store, clock, {"last": b"last"}, writer="0badcaff")
+    async with headless(store, clock) as view:
+        entry = view.find("data/0000")
+        assert entry is not None
+        row = view.tree.objects.get(entry.place)
+        assert row is not None
+        await fold_all(view, 0)
+    put = Put("renamed", 1, entry.offset, entry.size, 0o640, 1, 2, 5)
+    ref = ObjectRef(row.key, row.etag, row.size)
+    key = give_commit(store, late, put, Remove("data/0000"), Mkdir("made", 0o755, 1, 2, 5), objects=(ref,))
+    assert (await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=0))).summary["commits_late"] == 1
+    (problem,) = (await check(store, clock, repair=True)).problems
+    assert (problem.key, problem.kind, problem.repair) == (key, Kind.LATE, "3 changes of names were committed again")
+    assert list(problem.paths) == ["renamed", "data/0000", "made"]
+    clock.advance(1)
+    assert (await check(store, clock)).problems == []
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert {"renamed", "made"} <= set(await mounted.names())
+        assert "0000" not in await mounted.names("data")
+    assert (await run_gc(work_of(store, clock, tmp_path), GcArgs(grace_s=0))).summary["commits_late"] == 0
 
 
 async def test_killed_while_it_moves_one_aside(store: MemoryStore, clock: Clock) -> None:

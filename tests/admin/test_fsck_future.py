@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from lakefs_fuse.admin import fsck_repair
 from lakefs_fuse.admin.fsck import Checker, Kind
 from lakefs_fuse.admin.gc import Collector
+from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove, SetAttr
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import StoreError
-from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
+from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, silent
 from tests.admin.test_fsck import check, kinds
 from tests.memory_store import Failures, MemoryStore, Request
 from tests.vfs.lakes import Clock, held_fresh, lake
@@ -75,7 +77,8 @@ async def read_all(store: MemoryStore, clock: Clock, cache_dir: Path) -> dict[st
     async with lake(store, cache_dir, clock=clock) as node:
         names = [name for name in await node.names() if name != "data"]
         found = {name: await node.read(name) for name in names}
-        return found | {f"data/{name}": await node.read(f"data/{name}") for name in await node.names("data")}
+        below = await node.names("data") if "data" in await node.names() else []
+        return found | {f"data/{name}": await node.read(f"data/{name}") for name in below}
 
 
 async def test_repair_commits_from_the_future_brings_their_names_back(
@@ -174,4 +177,61 @@ async def test_repair_keeps_the_bytes_that_a_mount_renames_before_it_has_heard_o
     await check(store, clock, repair=True)
     assert await read_all(store, clock, tmp_path / "last") == wanted
     assert max(commits(store)) < commit_key(clock(), "ffffffff")
+    caplog.clear()
+
+
+async def test_index_of_a_node_whose_clock_was_wrong_hides_no_later_commit_and_is_replaced(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody knows of its date what it is worth: the commits are there, so nothing is lost without it."""
+    ahead = Clock()
+    ahead.now_ns = clock.now_ns + YEARS_NS + 600 * NS
+    async with headless(store, ahead) as view:
+        wrong = await fold(view, report=silent)
+    clock.advance(600)
+    give_pack(store, clock, {"later": b"later", "both": b"333"}, writer=OTHER)
+    wanted = {"later": b"later", "both": b"333"}
+    found = await read_all(store, clock, tmp_path / "before")
+    assert {path: found.get(path) for path in wanted} == wanted
+    done = await check(store, clock, repair=True)
+    assert kinds(done) == {Kind.FUTURE, Kind.INDEX}
+    assert await read_all(store, clock, tmp_path / "after") == expected() | wanted
+    clock.advance(60)
+    async with headless(store, clock) as view:
+        for _ in range(2):
+            await fold(view, report=silent)
+            clock.advance(60)
+    assert not any(key.startswith(wrong.prefix) for key in store.objects)
+    assert await read_all(store, clock, tmp_path / "last") == expected() | wanted
+    assert (await check(store, clock)).problems == []
+    caplog.clear()
+
+
+async def test_gc_after_a_run_whose_clock_was_wrong_deletes_what_is_dead(
+    clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The record and the index of that run are later than all that follow, and count no more."""
+    store, ahead = MemoryStore(), Clock()
+    store.clock = clock
+    for files in ({"a": b"a"}, {"b": b"b"}, {"c": b"c"}):
+        give_pack(store, clock, files)
+        clock.advance(60)
+    give_commit(store, clock, Remove("a"))
+    clock.advance(60)
+    ahead.now_ns = clock.now_ns + YEARS_NS
+
+    async def collect(clock: Clock) -> int:
+        async with headless(store, clock) as view:
+            options = GcArgs(grace_s=3600)
+            fold_known = partial(fold_all, view)
+            return (await Collector(view, options, fold=fold_known, report=silent).run()).commits_deleted
+
+    assert await collect(ahead) == 0
+    give_commit(store, clock, Remove("b"))
+    clock.advance(60)
+    assert await collect(clock) == 0
+    clock.advance(3600)
+    assert await collect(clock) == 4
+    assert len(commits(store)) == 1
+    assert await read_all(store, clock, tmp_path / "after") == {"c": b"c"}
     caplog.clear()

@@ -100,9 +100,10 @@ async def test_dead_bytes_are_given_back_while_a_mount_reads(store: MemoryStore,
 
 async def test_a_second_run_finds_nothing(store: MemoryStore, clock: Clock) -> None:
     await collect(store, clock)
-    objects = {key: meta.etag for key, (_, meta) in store.objects.items()}
+    objects = {key: meta.etag for key, (_, meta) in store.objects.items() if not key.startswith(RECORDS)}
     done = await collect(store, clock)
     assert (done.packs_rewritten, done.commits_deleted, done.folded) == (0, 0, False)
+    assert len([key for key in store.objects if key.startswith(RECORDS)]) == 1, "without what was dead"
     del objects[LAST_COLLECTION]
     assert {key: meta.etag for key, (_, meta) in store.objects.items() if key in objects} == objects
 
@@ -171,6 +172,51 @@ async def test_what_comes_to_life_while_it_waits_stays(store: MemoryStore, clock
     clock.advance(10)
     expected = {path: data for path, data in LEFT.items() if path != "data/0000"} | {"renamed": FILES["data/0000"]}
     assert await fresh(store, clock, tmp_path) == expected
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("where", ["pack", "own key", "hidden"])
+async def test_object_that_was_named_again_since_it_was_found_dead_waits_for_another_grace_period(
+    clock: Clock, where: str, waits: bool
+) -> None:
+    """A node that had not heard of the removal has renamed the file, and another one has removed that name."""
+    store, options = MemoryStore(), GcArgs(grace_s=3600, uploads_older_s=0, wait=waits)
+    store.clock = clock
+    if where == "pack":
+        key = give_pack(store, clock, {"name": b"bytes"})
+        offset = store.data(key).index(b"bytes")
+    else:
+        key, offset = "first" if where == "own key" else f"{OBJECTS}{1:032x}", 0
+        store.give(key, b"bytes")
+    ref = ObjectRef(key, store.objects[key][1].etag, len(store.data(key)))
+
+    def give(path: str) -> None:
+        clock.advance(60)
+        hides = ref.etag if where == "own key" else ""
+        put = Put(path, 1, offset, 5, 0o600, 0, 0, 0)
+        give_commit(store, clock, put, Remove("first", hides=hides), objects=(ref,), writer="0badcafd")
+        clock.advance(60)
+        give_commit(store, clock, Remove(path))
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds - 600)
+        give("late")
+        clock.advance(480)
+
+    give("name")
+    clock.advance(60)
+    async with headless(store, clock) as view:
+        await Collector(view, options, fold=partial(fold_all, view), report=silent, sleep=sleep).run()
+    if not waits:
+        await sleep(3601)
+        await collect(store, clock, GcArgs(grace_s=3600, uploads_older_s=0))
+    assert key in store.objects
+    clock.advance(60)
+    await collect(store, clock, GcArgs(grace_s=3600, uploads_older_s=0))
+    assert key in store.objects
+    clock.advance(3600)
+    await collect(store, clock, GcArgs(grace_s=3600, uploads_older_s=0))
+    assert key not in store.objects
 
 
 async def test_a_dry_run_changes_nothing(store: MemoryStore, clock: Clock) -> None:

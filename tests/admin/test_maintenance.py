@@ -381,6 +381,22 @@ async def test_maintenance_leaves_the_lake_to_who_has_the_lease(
     assert (await maintain(store, clock, tmp_path))["folded"]
 
 
+async def test_lake_whose_index_is_dated_too_far_ahead_is_folded_again(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    """Else no commit would be newer than that index, and the lake due for nothing until then."""
+    ahead = Clock()
+    ahead.now_ns = clock.now_ns + int(30 * DAY_S) * NS
+    give_commits(store, clock, 5)
+    assert (await run_snapshot(work_of(store, ahead, tmp_path), SnapshotArgs())).exit_code == 0
+    store.clock = clock
+    give_commits(store, clock, COMMITS_MAX + 1)
+    clock.advance(1)
+    assert (await inspector_of(store, clock).inspect()).fold
+    assert (await maintain(store, clock, tmp_path))["folded"]
+    assert not (await inspector_of(store, clock).inspect()).fold
+
+
 async def test_objects_of_a_lake_stay_as_many_over_months(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     """Each day some files are added and as many removed; a mount looks once an hour."""
     inspector, runs, counts, names = inspector_of(store, clock), 0, list[int](), list[str]()

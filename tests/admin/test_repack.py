@@ -25,9 +25,11 @@ from lakefs_fuse.config import DELETE_AFTER_S
 from lakefs_fuse.control.worker_protocol import GcArgs, PackArgs
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.client import copied_metadata, copy_metadata
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, plain, silent, work_of
-from tests.memory_store import Failures, MemoryStore, Pause, Request
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.tiers import sized
+from tests.upload.drafting import noise
 from tests.vfs.lakes import NS, TTL_S, Clock, Lake, held_fresh, lake, two_lakes
 from tests.vfs.writing_back import rewrite, until
 
@@ -521,6 +523,58 @@ async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, 
             assert {path for path in expected if path.startswith("moved/")} <= set(plain(store))
         at += sized(7, 1)
     assert at > 7
+
+
+@pytest.mark.parametrize("fails", ["commit", "completion", "answer of the completion"])
+@pytest.mark.parametrize("writer", ["mount", "another client"])
+async def test_relocate_names_the_copies_of_a_run_that_failed(
+    clock: Clock, tmp_path: Path, writer: str, fails: str
+) -> None:
+    """Their ETags are others than those of their sources, as they are made in parts."""
+    store, data = MemoryStore(), noise(1, 3000)
+    store.clock = clock
+    async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6, pack="never") as node:
+        if writer == "mount":
+            await node.write("old", data)
+        else:
+            store.give("old", data)
+        clock.advance(600)
+        await node.poll()
+        await node.rename("old", "new")
+        await node.fs.sync_names()
+    clock.advance(600)
+
+    def is_due(request: Request) -> bool:
+        if fails == "commit":
+            return request.what == "put" and request.key.startswith(COMMITS)
+        return request.what == "complete_multipart"
+
+    when: When = "after" if fails.startswith("answer") else "before"
+    store.hook = Failures(is_due, StoreError("killed"), when=when, count=1)
+    with pytest.raises(StoreError):
+        await unpack(store, clock, packed=False)
+    clock.advance(5)
+    done = await unpack(store, clock, packed=False)
+    assert (done.files, done.left) == (1, 0)
+    async with lake(store, tmp_path / "after", clock=clock) as node:
+        entry = await node.getattr("new")
+        assert (entry.place, await node.read("new")) == (0, data)
+
+
+async def test_copy_of_another_version_at_the_key_is_left_by_relocate(clock: Clock, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.clock = clock
+    async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6, pack="never") as node:
+        store.give("old", b"bytes")
+        clock.advance(600)
+        await node.poll()
+        await node.rename("old", "new")
+        await node.fs.sync_names()
+    store.give("new", b"other", {**copy_metadata("new"), **copied_metadata("old", "another ETag")})
+    clock.advance(600)
+    done = await unpack(store, clock, packed=False)
+    assert (done.files, done.left) == (0, 1)
+    assert await fresh(store, clock, tmp_path) == {"new": b"bytes"}
 
 
 async def test_pack_leaves_old_objects_while_a_commit_cannot_be_read(clock: Clock, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -337,6 +338,16 @@ def test_orphans_are_listed_finished_and_aborted(
     assert run(["orphans", point, "--all", "abort"]) == 0
     assert run(["orphans", point]) == 0
     assert capsys.readouterr().out == "no orphans\n"
+
+
+def test_all_orphans_are_finished_from_the_newest_on(
+    daemon: Callable[..., Mounted], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The daemon lists the oldest first; of several of one name the first one that is finished counts."""
+    orphans = [{"id": str(number), "path": "part", "state": "orphan"} for number in range(3)]
+    point = str(daemon(files=orphans).point)
+    assert run(["orphans", point, "--all", "finish", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["finished"] == ["2", "1", "0"]
 
 
 @pytest.mark.parametrize("arguments", [["--finish", "1", "--abort", "1"], ["--all", "finish", "--abort", "1"]])

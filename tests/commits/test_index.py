@@ -38,6 +38,7 @@ from tests.commits.archives import client_of
 from tests.commits.nodes import at, node, put
 from tests.fakes import open_database
 from tests.memory_store import START_NS, Failures, MemoryStore, Request
+from tests.vfs.lakes import Clock
 
 NS = 1_000_000_000
 PACK = ".lakefs/commits/0000000000000001-0badcafe.zip"
@@ -500,6 +501,46 @@ async def test_the_two_newest_stay(opener: Opener, tmp_path: Path) -> None:
     assert INDEX + "note.txt" in store.objects
     deletions = [request.key for request in store.requests[before:] if request.what == "delete"]
     assert [key.endswith("/manifest") for key in deletions] == [True, False, False, False] * 2
+
+
+AHEAD_NS = START_NS + 3600 * NS
+
+
+@pytest.mark.parametrize("what", ["index", "newest commit"])
+@pytest.mark.parametrize("needed", [False, True])
+async def test_index_dated_too_far_ahead_is_used_only_where_names_would_be_missing(
+    opener: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, needed: bool
+) -> None:
+    """Its names would hide what is committed from now on. Names that the database has stay as they are."""
+    store, clock = MemoryStore(), Clock()
+    source, target, known = opener("source"), opener("target"), opener("known")
+    fill(source)
+    old = await write(store, source, START_NS + 1, tmp_path / "out")
+    note_newest(source, AHEAD_NS)
+    time = AHEAD_NS if what == "index" else START_NS + 2
+    wrong = await write(store, source, time, tmp_path / "out", horizon=START_NS + 2 if needed else 0)
+    taken = await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in", clock=clock)
+    assert taken == (wrong if needed else old)
+    assert tables.missing_before(target) == 0
+    assert f"the index {wrong.time:016x} is not used" in caplog.text
+    fill(known, names=3, newest=START_NS + 2)
+    CommitRows(known).record_complete(START_NS + 2)
+    assert await load_newest_index(known, client_of(store), WorkerThreads(), tmp_path / "in", clock=clock) is None
+    clock.now_ns = AHEAD_NS
+    late = opener("late")
+    assert await load_newest_index(late, client_of(store), WorkerThreads(), tmp_path / "in", clock=clock) == wrong
+
+
+async def test_index_dated_too_far_ahead_is_removed_once_two_others_are_there(opener: Opener, tmp_path: Path) -> None:
+    store, source = MemoryStore(), opener("source")
+    fill(source)
+    wrong = await write(store, source, AHEAD_NS, tmp_path / "out")
+    kept = [wrong.time]
+    for time in (START_NS + 1, START_NS + 2, START_NS + 3):
+        await write(store, source, time, tmp_path / "out")
+        await remove_unnamed(store, time)
+        kept = [time, *kept][:2]
+        assert sorted(manifest.time for manifest in await manifests(client_of(store))) == sorted(kept)
 
 
 async def test_a_dump_is_of_one_moment(opener: Opener, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ async def test_orphans_are_kept_and_nothing_is_visible(tmp_path: Path, size: int
     for _ in range(2):
         async with lake(store, dead) as m:
             found = orphan(m)
-            assert (found.path, found.error) == ("file", "")
+            assert (found.path, found.bytes, found.error) == ("file", size, "")
             assert await m.lookup("file") is None
             assert await m.names() == []
             assert m.fs.statistics()["dirty"] == {"files": 0, "bytes": 0, "failed": 0, "orphans": 1}
@@ -562,6 +562,21 @@ async def test_a_name_may_be_used_again_before_its_orphan_is_dealt_with(tmp_path
         assert await m.read("file") == b"fresh"
         await m.fs.abort_orphan(orphan(m).id)
         assert store.data("file") == b"fresh"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_finish_of_all_orphans_gives_a_name_its_newest_bytes(tmp_path: Path, seed: int) -> None:
+    """Two daemons died writing the file. Ids are random, and say nothing of their order."""
+    store, clock = MemoryStore(), Clock()
+    dead = await died_writing(store, tmp_path, 100)
+    clock.advance(60)
+    async with lake(store, dead, clock=clock, seed=seed) as m:
+        await m.fs.write(await m.create("file"), 0, noise("newer", 120))
+        both = die(dead, tmp_path / "both")
+    async with lake(store, both, clock=clock, orphans="finish") as m:
+        assert await m.read("file") == noise("newer", 120)
+        assert orphan(m).bytes == 100
+        await fails_with_eexist(m, orphan(m).id)
 
 
 # -- an orderly end with bytes that are not durable

@@ -18,6 +18,10 @@ that may lack one of them, because the mount was away for long, are dropped and 
 cannot be read, the names may lack what those commits changed; `sorted_tables.missing_before` says so until an index is
 ingested, and nothing is written from such names (`require_all_names`).
 
+An index that is dated too far ahead, as by a node whose clock was wrong, hides the commits that follow it: names from
+it are newer than these, and polls begin behind them. It is used only where names would be missing without it, and gives
+way to the next two.
+
 `load_newest_index` runs before anything reads the database; any node may write an index at any time. A crash while one
 is ingested leaves a directory of files, which the next mount removes; a crash while one is written leaves files without
 a manifest, which the next fold removes with `remove_old`, after `UNFINISHED_NS`. Readers skip it.
@@ -38,10 +42,11 @@ import xxhash
 
 from lakefs_fuse.commits.commit_log import fetch_undamaged
 from lakefs_fuse.commits.gc_record import read_horizon
-from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
+from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX, WINDOW_NS
 from lakefs_fuse.commits.record import TIME_NS_MAX
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.errors import MALFORMED, CacheError, DamagedCommit, LakeError, NotFound, Unsupported
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.changed_rows import KINDS
@@ -275,13 +280,17 @@ async def _fetch_manifest(client: StoreClient, time: int) -> Manifest:
         raise DamagedCommit(f"{key}: {error}") from error
 
 
-async def manifests(client: StoreClient, *, count_max: int | None = None) -> list[Manifest]:
-    """Fetch the manifests of all indexes, or of the ``count_max`` newest, newest first. Those that cannot be used are
-    left out."""
+async def manifests(
+    client: StoreClient, *, count_max: int | None = None, until_ns: int = TIME_NS_MAX
+) -> list[Manifest]:
+    """Fetch the manifests of all indexes up to a time, or of the ``count_max`` newest of these, newest first. Those
+    that cannot be used are left out."""
     found: list[Manifest] = []
     for time in await find(client):
         if len(found) == count_max:
             break
+        if time > until_ns:
+            continue
         try:
             found.append(await fetch_manifest(client, time))
         except (NotFound, DamagedCommit):
@@ -348,27 +357,51 @@ async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: Ind
         raise DamagedCommit(f"{key}: {error}") from error
 
 
+async def is_dated_ahead(client: StoreClient, clock: Clock, time: int) -> bool:
+    """Return whether a time is later than that of any commit may be, by this machine's clock and, if that says so, by
+    the store's. Raises StoreError kinds."""
+    if time <= clock.wall_ns() + AHEAD_NS_MAX:
+        return False
+    try:
+        return time > await client.time_ns() + AHEAD_NS_MAX
+    except Unsupported:
+        return True  # this machine's clock is what there is
+
+
 async def load_newest_index(
-    database: Database, client: StoreClient, threads: Threads, directory: Path, *, folds: bool = False
+    database: Database,
+    client: StoreClient,
+    threads: Threads,
+    directory: Path,
+    *,
+    clock: Clock | None = None,
+    folds: bool = False,
 ) -> Manifest | None:
     """Ingest the newest index if the database has no names, or names that are too old for polling.
 
-    Returns its manifest, None if no index was needed or could be used. ``directory`` is for files in transit. A
-    database that ``folds`` is brought to the newest index in any case, and records what changes from then on. If there
-    is nothing to do, this takes two LISTs and one GET. Raises CacheError, and StoreError kinds if the store does not
-    answer.
+    Returns its manifest, None if no index was needed or could be used. ``directory`` is for files in transit. By the
+    ``clock`` an index is dated too far ahead; without one none is. A database that ``folds`` is brought to the newest
+    index in any case, and records what changes from then on. If there is nothing to do, this takes two LISTs and one
+    GET. Raises CacheError, and StoreError kinds if the store does not answer.
     """
     horizon = await read_horizon(client)  # first: the index that has those commits was stored before
-    return await _IndexSearch(database, client, threads, directory, folds, horizon).run()
+    return await _IndexSearch(database, client, threads, directory, clock, folds, horizon).run()
 
 
 class _IndexSearch:
     """One search of a lake's indexes for the newest that can be used."""
 
     def __init__(
-        self, database: Database, client: StoreClient, threads: Threads, directory: Path, folds: bool, horizon: int
+        self,
+        database: Database,
+        client: StoreClient,
+        threads: Threads,
+        directory: Path,
+        clock: Clock | None,
+        folds: bool,
+        horizon: int,
     ) -> None:
-        self._folds = folds
+        self._clock, self._folds = clock, folds
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
         self._commits = CommitRows(database)
         polled = self._commits.polled()
@@ -380,19 +413,31 @@ class _IndexSearch:
         database."""
         self._vanished = 0
         """Time of the newest index of which a file was missing: it was removed while it was read, or is lost."""
+        self._left_ahead = False
+        """An index was left because it is dated too far ahead."""
         self._taken: Manifest | None = None
 
     async def run(self) -> Manifest | None:
         """Return the manifest of the index that was ingested, None if none was. If an index was removed while it was
         read, there are newer ones: the search is repeated as long as newer ones are removed, too."""
+        if await self._search():
+            return self._taken
+        if self._may_use_ahead and (self._missing or self._lacks(self._known)):
+            self._clock = None
+            if await self._search():
+                return self._taken
+        self._give_up()
+        return None
+
+    async def _search(self) -> bool:
+        """Try all indexes; returns True if one of them ends the search."""
         before = -1
         while self._vanished > before:
             before = self._vanished
             for time in await find(self._client):
                 if await self._try_index(time):
-                    return self._taken
-        self._give_up()
-        return None
+                    return True
+        return False
 
     def _lacks(self, known: int) -> bool:
         """Return whether names that have every commit up to this time may lack deleted ones. Those are older than the
@@ -413,7 +458,11 @@ class _IndexSearch:
         folded = tables.folded_of(self._db).index
         if is_enough and (not self._folds or folded == manifest.time):
             return True
-        if not self._fresh and self._lacks(manifest.newest):
+        if await self._is_ahead(manifest):
+            self._left_ahead = True
+            log.warning("the index %016x is not used, as it is dated too far ahead", time)
+            return False
+        if self._lacks(manifest.newest) and (not self._fresh or self._may_use_ahead):
             return False
         try:
             if is_enough and self._can_continue(manifest, folded):
@@ -429,6 +478,15 @@ class _IndexSearch:
             return False
         self._taken = manifest
         return True
+
+    @property
+    def _may_use_ahead(self) -> bool:
+        """True if an index that is dated too far ahead was left, and will be used if names are missing without it."""
+        return self._left_ahead and self._clock is not None
+
+    async def _is_ahead(self, manifest: Manifest) -> bool:
+        latest = max(manifest.time, manifest.newest)
+        return self._clock is not None and await is_dated_ahead(self._client, self._clock, latest)
 
     def _can_continue(self, manifest: Manifest, folded: int) -> bool:
         """Return whether the names are still those of the index ``folded``, and the manifest continues that one."""
@@ -575,7 +633,8 @@ async def remove_old(
     found: dict[int, list[ObjectMeta]],
     known: Sequence[Manifest],
 ) -> int:
-    """Remove all indexes but the newest two, manifests first, and files that no kept manifest names.
+    """Remove all indexes but the newest two, manifests first, and files that no kept manifest names. An index that is
+    dated too far ahead counts as older than the others.
 
     Unfinished indexes are removed unless a writer may be at work on them. Returns how many objects were removed.
     ``now_ns`` is the store's time, ``found`` a listing, and ``known`` are manifests that need not be read, including
@@ -583,7 +642,8 @@ async def remove_old(
     LakeError if some object cannot be removed.
     """
     manifests = {manifest.time: manifest for manifest in known}
-    whole = sorted({*times_of(found), *manifests}, reverse=True)
+    latest_ns = now_ns + AHEAD_NS_MAX
+    whole = sorted({*times_of(found), *manifests}, key=lambda time: (time <= latest_ns, time), reverse=True)
     kept = whole[:KEPT]
     named: set[str] = set()
     has_levels = False

@@ -256,7 +256,9 @@ class States:
         at_ns = lake.node.clock.wall_ns()
         if changed is None:
             await drop_wrong_names(database, lake.client, lake.node.clock, lake.id)
-            await load_newest_index(database, lake.client, lake.node.threads, self._directory / "index")
+            await load_newest_index(
+                database, lake.client, lake.node.threads, self._directory / "index", clock=lake.node.clock
+            )
         else:
             await self._check_nothing_collected(database)
         config = structs.replace(

@@ -118,7 +118,7 @@ class Orphans:
                 log.error("journal record %s cannot be read (%s): it stays, and so do its bytes", draft_id, error)
                 self._unreadable[draft_id] = _path_in(raw)
                 continue
-            record = self._with_upload(self._with_mark(record))
+            record = self._with_size(self._with_upload(self._with_mark(record)))
             self._drop_kept_name(path_of(record))
             has_rest = self._path(draft_id).exists() or record.upload_id or record.spilled or record.segment
             if has_rest or _may_be_superseded_object(record):
@@ -162,6 +162,13 @@ class Orphans:
         if record.upload_id or not record.upload_intent_ns:
             return record
         return msgspec.structs.replace(record, upload_id=_attribute(str(self._path(record.id)), UPLOAD_XATTR))
+
+    def _with_size(self, record: DraftRecord) -> DraftRecord:
+        """Return the record of a new file with the size that it has on the disk: see `Draft.load`. Its own is that of
+        its last part that was uploaded, 0 before that."""
+        if record.state is not DraftState.WRITING or record.base is not None or not self._path(record.id).exists():
+            return record
+        return msgspec.structs.replace(record, size=max(record.size, self._path(record.id).stat().st_size))
 
     def adopt(self, record: DraftRecord) -> None:
         """Add a file of this daemon that has no open handles and cannot be published as it is."""
@@ -361,8 +368,9 @@ class Orphans:
         return record
 
     async def resolve_all(self, how: str) -> None:
-        """Call ``finish`` or ``abort`` for every orphan. Failures are logged, and these orphans stay."""
-        for orphan_id in list(self.records):
+        """Call ``finish`` or ``abort`` for every orphan, of several of one name the newest first. Failures are logged,
+        and these orphans stay."""
+        for orphan_id in sorted(self.records, key=lambda each: self.records[each].created_ns, reverse=True):
             try:
                 await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
             except LakeError as error:
