@@ -586,10 +586,13 @@ class Tree:
         self.update(batch, renewed)
         return renewed
 
-    def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
-        """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is the detached
-        entry, if its bytes are in another object."""
-        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
+    def attach(
+        self, batch: Batch, entry: Entry, parent: int, name: bytes, *, cookie: int = 0, before: Entry | None = None
+    ) -> Entry:
+        """Put a detached entry into a directory that has no such name; it keeps its inode. ``cookie`` is that of the
+        name if the same batch takes it from another entry: readers of the directory may have seen the name.
+        ``before`` is the detached entry, if its bytes are in another object."""
+        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=cookie or self.database.new_inode())
         self._attach(batch, moved)
         if entry.flags & Flag.DIRECTORY:
             self.drop_mirrors()  # below it names may have other lengths

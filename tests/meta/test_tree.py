@@ -136,6 +136,20 @@ class TreeMachine(RuleBasedStateMachine):
             self.inodes.add(renewed.inode)
             self.model[entry.parent][entry.sort_name] = renewed
 
+    @rule(which=st.integers(0, 50), where=st.integers(0, 50))
+    def rename_over(self, which: int, where: int) -> None:
+        """A file takes the name of another, and its cookie."""
+        source, target = self._entry(which), self._entry(where)
+        if source is None or target is None or source == target or source.is_dir or target.is_dir:
+            return
+        batch = Batch()
+        self.tree.remove(batch, target)
+        self.tree.detach(batch, source)
+        moved = self.tree.attach(batch, source, target.parent, target.name, cookie=target.cookie)
+        self.database.commit(batch)
+        self._forget(source)
+        self.model[target.parent][target.sort_name] = moved
+
     @rule(which=st.integers(0, 50), counts=st.tuples(*[st.integers(0, 3)] * 4))
     def set_listing(self, which: int, counts: tuple[int, int, int, int]) -> None:
         directory, listing, batch = self._directory(which), Listing(which, 1, *counts), Batch()

@@ -494,7 +494,8 @@ class Renames:
             tree.remove(batch, there)
             self._unlinker.journal_dropped(batch, self._files.get(there.inode))
         tree.detach(batch, entry)
-        moved = tree.attach(batch, plan.row, parent, name, before=entry)
+        cookie = 0 if there is None else there.cookie
+        moved = tree.attach(batch, plan.row, parent, name, cookie=cookie, before=entry)
         with nullcontext() if file is None else file.restoring_names():
             self._files.replaces(moved, plan.copied_from)
             stays = file is not None and self._files.move(batch, file, ends.new)
