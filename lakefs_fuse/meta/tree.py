@@ -17,7 +17,7 @@ import errno
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from stat import S_ISGID
 
 import msgspec
@@ -150,8 +150,9 @@ class Tree:
         correct."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
         self._first: dict[int, int] = {}
-        """By directory: a cookie below which it has no entry. Without it each look for the first entry of a directory
-        from which many were removed would have RocksDB read over all of their deleted rows."""
+        """By directory: a cookie below which it has no entry; COOKIE_MAX if it is empty. Without it each look for the
+        first entry of a directory from which many were removed would have RocksDB read over all of their deleted rows.
+        """
         database.reopened.append(self._first.clear)
         database.ingested.append(self._first.clear)
         self._sum_up()
@@ -275,6 +276,8 @@ class Tree:
                 self._note_first(parent, entry.cookie)
                 is_first = False
             yield entry
+        if is_first and until == COOKIE_MAX:
+            self._note_first(parent, COOKIE_MAX)
 
     def _note_first(self, directory: int, cookie: int) -> None:
         if len(self._first) >= FIRST_MAX:
@@ -322,9 +325,17 @@ class Tree:
                 levels.append((below, self.children(entry.inode)))
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
-        """As `children`, not unpacked: the prefix of the directory's keys, and rows from the first requested one on,
-        which continue beyond the directory's end. Delete the iterator before the database is closed."""
-        return schema.ENTRY + NUMBER.pack(parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
+        """As `children`, not unpacked: the prefix of the directory's keys, and its rows from the first requested one
+        on. Delete the iterator before the database is closed."""
+        is_first = after <= 0
+        begin = self._first.get(parent, 0) if is_first else after + 1
+        keys, end = schema.ENTRY + NUMBER.pack(parent), _entries_of(parent)[1]
+        rows = self.database.frozen(keys + NUMBER.pack(begin), end)
+        if not is_first:
+            return keys, rows
+        first = next(rows, None)
+        self._note_first(parent, COOKIE_MAX if first is None else int.from_bytes(first[0][9:], "big"))
+        return keys, rows if first is None else chain((first,), rows)
 
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
