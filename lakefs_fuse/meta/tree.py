@@ -90,7 +90,8 @@ class Listing(msgspec.Struct, frozen=True):
 
     @property
     def hides_keys(self) -> bool:
-        return bool(self.hidden_component or self.hidden_nul or self.hidden_long or self.hidden_conflict)
+        """Return whether there are keys without rows. A file that a directory hides has one, and may be gone by now."""
+        return bool(self.hidden_component or self.hidden_nul or self.hidden_long)
 
 
 def unpack_listing(row: bytes) -> Listing:
@@ -689,7 +690,7 @@ class Tree:
         before = None if row is None else self._read_listing(key, row)
         batch.rows[key] = None if listing is None else _LISTING.pack(*msgspec.structs.astuple(listing))
         for each, sign in ((before, -1), (listing, 1)):
-            if each is not None and each.hides_keys:
+            if each is not None and (each.hides_keys or each.hidden_conflict):
                 batch.committed.append(partial(self._count_hidden, each, sign))
 
     def date_listing(self, batch: Batch, directory: int, at_ns: int) -> None:
