@@ -216,7 +216,7 @@ class Renames:
             except CacheError as error:
                 log.error("%s is %s now, which the journal does not say of all files: %s", ends.old, ends.new, error)
             for listener in self._ns.events.path_renamed:
-                listener(ends.old, ends.new)
+                listener([(ends.old, ends.new), (ends.new, ends.old)][: len(ends.moving)])
         return route
 
     def _check_names(self, ends: Sequence[Entry]) -> None:
