@@ -14,18 +14,20 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, nodes_of, statements, widest_constructor
 
-CLOSE = 31, 65
+CLOSE = 32, 68
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), for what of earlier commits is not settled (`Committer.reconcile`), for a
 draft's target, which methods change whose names say why, for `ObjectWriter`, which is not in `Publisher`'s module: the
-two were 965 lines; and for the requests that wait (`WaitingRequests`), of a rename too. One switch for
-`ObjectHistories`, a class where there were functions on another's attribute."""
-RENAME = 39, 261
+two were 965 lines; for the barrier of the tree, at which a new file waits for the rename of its directory; and for the
+requests that wait (`WaitingRequests`), of a rename too. One switch for `ObjectHistories`, a class where there were
+functions on another's attribute."""
+RENAME = 40, 272
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they
-change, and for histories of names; switches also for the clock of `Poller.catch_up`, for `count_repeated`, which is
-beside what operations mean, for the file that had each name before, with which its history begins, for the target of a
-commit, which is not sent over itself, for the time at which the node last heard of others, and for the first entry of a
-directory, of which the tree hears when a batch is committed."""
+change, for histories of names, and for the steps in which a directory is renamed behind the barrier; switches also
+for the clock of `Poller.catch_up`, for `count_repeated`, which is beside what operations mean, for the file that had
+each name before, with which its history begins, for the target of a commit, which is not sent over itself, for the
+time at which the node last heard of others, and for the first entry of a directory, of which the tree hears when a
+batch is committed."""
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

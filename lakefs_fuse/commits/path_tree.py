@@ -656,7 +656,9 @@ def _attach(
     if hidden is not None and entry.flags & Flag.DIRECTORY and hidden.inode not in leaving:
         paths.tree.update(batch, msgspec.structs.replace(hidden, flags=hidden.flags | Flag.SHADOWED))
         hidden = None  # nothing removes it
+    cookie = 0
     for there in (hidden, directory):
+        cookie = cookie if there is None else there.cookie
         if there is not None and there.inode not in leaving:
             paths.tree.remove(batch, there)
             file = file if there.is_dir else there
@@ -666,4 +668,4 @@ def _attach(
                 raw = target.encode(*schema.PATH)
                 tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
                 paths.tree.tombstones.write(batch, {raw: tombstone})
-    return paths.tree.attach(batch, entry, parent, name), file
+    return paths.tree.attach(batch, entry, parent, name, cookie=cookie), file

@@ -700,11 +700,11 @@ class Database:
             self._cursors.discard(cursor)
             cursor.rows = None  # this frame may live longer, in a traceback
 
-    def frozen(self, begin: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """All present rows from a key on, for one worker thread at a time. Delete the iterator before the database is
-        closed, which a commit after a failed write does, too. It shows one moment, unlike those of rocksdict's
-        `Snapshot` (0.3), which see later writes."""
-        return self._engine.items(begin)
+    def frozen(self, begin: bytes, end: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """All present rows in [begin, end), or from a key on, for one worker thread at a time. Delete the iterator
+        before the database is closed, which a commit after a failed write does, too. It shows one moment, unlike those
+        of rocksdict's `Snapshot` (0.3), which see later writes."""
+        return self._engine.items(begin, end)
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Ingest files of sorted rows (`tables`), all or none of them, durably; the files are moved. Their rows replace

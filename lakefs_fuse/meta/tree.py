@@ -17,7 +17,7 @@ import errno
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from stat import S_ISGID
 
 import msgspec
@@ -90,7 +90,8 @@ class Listing(msgspec.Struct, frozen=True):
 
     @property
     def hides_keys(self) -> bool:
-        return bool(self.hidden_component or self.hidden_nul or self.hidden_long or self.hidden_conflict)
+        """Return whether there are keys without rows. A file that a directory hides has one, and may be gone by now."""
+        return bool(self.hidden_component or self.hidden_nul or self.hidden_long)
 
 
 def unpack_listing(row: bytes) -> Listing:
@@ -150,8 +151,9 @@ class Tree:
         correct."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
         self._first: dict[int, int] = {}
-        """By directory: a cookie below which it has no entry. Without it each look for the first entry of a directory
-        from which many were removed would have RocksDB read over all of their deleted rows."""
+        """By directory: a cookie below which it has no entry; COOKIE_MAX if it is empty. Without it each look for the
+        first entry of a directory from which many were removed would have RocksDB read over all of their deleted rows.
+        """
         database.reopened.append(self._first.clear)
         database.ingested.append(self._first.clear)
         self._sum_up()
@@ -275,6 +277,8 @@ class Tree:
                 self._note_first(parent, entry.cookie)
                 is_first = False
             yield entry
+        if is_first and until == COOKIE_MAX:
+            self._note_first(parent, COOKIE_MAX)
 
     def _note_first(self, directory: int, cookie: int) -> None:
         if len(self._first) >= FIRST_MAX:
@@ -322,9 +326,17 @@ class Tree:
                 levels.append((below, self.children(entry.inode)))
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
-        """As `children`, not unpacked: the prefix of the directory's keys, and rows from the first requested one on,
-        which continue beyond the directory's end. Delete the iterator before the database is closed."""
-        return schema.ENTRY + NUMBER.pack(parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
+        """As `children`, not unpacked: the prefix of the directory's keys, and its rows from the first requested one
+        on. Delete the iterator before the database is closed."""
+        is_first = after <= 0
+        begin = self._first.get(parent, 0) if is_first else after + 1
+        keys, end = schema.ENTRY + NUMBER.pack(parent), _entries_of(parent)[1]
+        rows = self.database.frozen(keys + NUMBER.pack(begin), end)
+        if not is_first:
+            return keys, rows
+        first = next(rows, None)
+        self._note_first(parent, COOKIE_MAX if first is None else int.from_bytes(first[0][9:], "big"))
+        return keys, rows if first is None else chain((first,), rows)
 
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
@@ -586,10 +598,13 @@ class Tree:
         self.update(batch, renewed)
         return renewed
 
-    def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
-        """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is the detached
-        entry, if its bytes are in another object."""
-        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
+    def attach(
+        self, batch: Batch, entry: Entry, parent: int, name: bytes, *, cookie: int = 0, before: Entry | None = None
+    ) -> Entry:
+        """Put a detached entry into a directory that has no such name; it keeps its inode. ``cookie`` is that of the
+        name if the same batch takes it from another entry: readers of the directory may have seen the name.
+        ``before`` is the detached entry, if its bytes are in another object."""
+        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=cookie or self.database.new_inode())
         self._attach(batch, moved)
         if entry.flags & Flag.DIRECTORY:
             self.drop_mirrors()  # below it names may have other lengths
@@ -675,7 +690,7 @@ class Tree:
         before = None if row is None else self._read_listing(key, row)
         batch.rows[key] = None if listing is None else _LISTING.pack(*msgspec.structs.astuple(listing))
         for each, sign in ((before, -1), (listing, 1)):
-            if each is not None and each.hides_keys:
+            if each is not None and (each.hides_keys or each.hidden_conflict):
                 batch.committed.append(partial(self._count_hidden, each, sign))
 
     def date_listing(self, batch: Batch, directory: int, at_ns: int) -> None:

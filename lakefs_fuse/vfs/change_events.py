@@ -54,8 +54,8 @@ class ChangeEvents(TreeEvents):
     """The last handle closed on a file whose mtime another node changed; its row."""
     version_stored: list[Callable[[str, Extent], object]] = field(default_factory=list)
     """The newest version of a file is in the store; its path, and where its bytes are."""
-    path_renamed: list[Callable[[str, str], object]] = field(default_factory=list)
-    """A file or directory was renamed; its path before and after."""
+    path_renamed: list[Callable[[Sequence[tuple[str, str]]], object]] = field(default_factory=list)
+    """A file or directory was renamed, or two were exchanged; the paths of each before and after."""
     file_emptied: list[Callable[[str], object]] = field(default_factory=list)
     """The file of a path is created or truncated: nothing of an earlier version counts."""
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)

@@ -136,6 +136,20 @@ class TreeMachine(RuleBasedStateMachine):
             self.inodes.add(renewed.inode)
             self.model[entry.parent][entry.sort_name] = renewed
 
+    @rule(which=st.integers(0, 50), where=st.integers(0, 50))
+    def rename_over(self, which: int, where: int) -> None:
+        """A file takes the name of another, and its cookie."""
+        source, target = self._entry(which), self._entry(where)
+        if source is None or target is None or source == target or source.is_dir or target.is_dir:
+            return
+        batch = Batch()
+        self.tree.remove(batch, target)
+        self.tree.detach(batch, source)
+        moved = self.tree.attach(batch, source, target.parent, target.name, cookie=target.cookie)
+        self.database.commit(batch)
+        self._forget(source)
+        self.model[target.parent][target.sort_name] = moved
+
     @rule(which=st.integers(0, 50), counts=st.tuples(*[st.integers(0, 3)] * 4))
     def set_listing(self, which: int, counts: tuple[int, int, int, int]) -> None:
         directory, listing, batch = self._directory(which), Listing(which, 1, *counts), Batch()
@@ -164,6 +178,11 @@ class TreeMachine(RuleBasedStateMachine):
             found = list(self.tree.children(directory))
             assert found == sorted(names.values(), key=lambda entry: entry.cookie)
             assert (next(self.tree.children(directory), None) is None) == (not names)
+            prefix, rows_found = self.tree.rows(directory)
+            assert [int.from_bytes(key.removeprefix(prefix), "big") for key, _ in rows_found] == [
+                entry.cookie for entry in found
+            ]
+            del rows_found
             assert self.tree.listing(directory) == self.listings.get(directory)
             for sort_name, entry in names.items():
                 assert self.tree.named(directory, sort_name) == entry
@@ -272,6 +291,67 @@ def test_look_for_the_first_name_begins_behind_those_that_were_removed(
         assert next(tree.children(ROOT_INODE)) == made[number + 1]
         if number:
             assert begins[-1] == schema.ENTRY + schema.NUMBER.pack(ROOT_INODE) + schema.NUMBER.pack(entry.cookie)
+    database.close()
+
+
+def test_look_into_an_emptied_directory_begins_behind_what_was_removed(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, batch = Tree(database), Batch()
+    late = database.new_inode()
+    entry = tree.insert(batch, ROOT_INODE, b"removed", 0)
+    database.commit(batch)
+    batch = Batch()
+    tree.remove(batch, entry)
+    database.commit(batch)
+    begins = list[bytes]()
+    scan = database.scan
+
+    def noted(begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        begins.append(begin)
+        return scan(begin, end)
+
+    monkeypatch.setattr(database, "scan", noted)
+    for _ in range(2):
+        assert next(tree.children(ROOT_INODE), None) is None
+    assert begins[-1][9:] > entry.cookie.to_bytes(8, "big")
+    batch = Batch()
+    made = tree.insert(batch, ROOT_INODE, b"late", 0, inode=late)
+    database.commit(batch)
+    assert list(tree.children(ROOT_INODE)) == [made]
+    database.close()
+
+
+def test_rows_of_a_directory_are_read_without_what_was_removed_before_and_behind_them(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """READDIR reads them on the trio thread, and RocksDB reads over deleted rows, of later directories as well, one by
+    one."""
+    tree, batch = Tree(database), Batch()
+    gone, stays = tree.insert(batch, ROOT_INODE, b"gone", 0), tree.insert(batch, ROOT_INODE, b"stays", 0)
+    database.commit(batch)
+    batch = Batch()
+    tree.remove(batch, gone)
+    database.commit(batch)
+    ranges = list[tuple[bytes, bytes]]()
+    frozen = database.frozen
+
+    def noted(begin: bytes, end: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        ranges.append((begin, end))
+        return frozen(begin, end)
+
+    monkeypatch.setattr(database, "frozen", noted)
+    prefix, end = (schema.ENTRY + schema.NUMBER.pack(each) for each in (ROOT_INODE, ROOT_INODE + 1))
+    for _ in range(2):
+        assert [key for key, _ in tree.rows(ROOT_INODE)[1]] == [prefix + schema.NUMBER.pack(stays.cookie)]
+    assert not list(tree.rows(ROOT_INODE, stays.cookie)[1])
+    assert ranges[1:] == [(prefix + schema.NUMBER.pack(each), end) for each in (stays.cookie, stays.cookie + 1)]
+    batch = Batch()
+    tree.remove(batch, stays)
+    database.commit(batch)
+    for _ in range(2):
+        assert not list(tree.rows(ROOT_INODE)[1])
+    assert ranges[-1][0] > prefix + schema.NUMBER.pack(stays.cookie)
     database.close()
 
 

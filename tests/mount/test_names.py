@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import subprocess
+import threading
 from functools import partial
 
 from tests.mount import lakes
@@ -170,6 +171,37 @@ def test_rename_replaces_what_is_there(here: Place) -> None:
     assert error_of(lambda: os.rename(here.path / "missing", old)) == "ENOENT"
     os.rename(here.path / "full", here.path / "empty")
     assert (here.path / "empty" / "f").read_bytes() == b"x"
+
+
+def test_changes_in_a_directory_while_it_is_renamed_are_made_there(here: Place) -> None:
+    """A program that works in the directory does not see that it gets another name."""
+    directory = here.path / "a"
+    directory.mkdir()
+    renamed = threading.Event()
+
+    def rename() -> None:
+        try:
+            for number in range(10):
+                os.rename(here.path / "ab"[number % 2], here.path / "ba"[number % 2])
+        finally:
+            renamed.set()
+
+    fd, number, thread = os.open(directory, os.O_RDONLY), 0, threading.Thread(target=rename)
+    thread.start()
+    while not renamed.is_set():
+        number += 1
+        with open(f"f{number}", "wb", opener=partial(os.open, dir_fd=fd)) as file:
+            file.write(b"new")
+        os.mkdir(f"d{number}", dir_fd=fd)
+        os.symlink("target", f"l{number}", dir_fd=fd)
+        if number > 1:
+            os.unlink(f"f{number - 1}", dir_fd=fd)
+            os.rmdir(f"d{number - 1}", dir_fd=fd)
+            os.unlink(f"l{number - 1}", dir_fd=fd)
+    thread.join()
+    os.close(fd)
+    assert [child.name for child in here.path.iterdir()] == ["a"]
+    assert sorted(child.name for child in directory.iterdir()) == [f"{kind}{number}" for kind in "dfl"]
 
 
 def test_symbolic_links(here: Place) -> None:

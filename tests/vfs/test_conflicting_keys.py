@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.commits.record import OBJECTS
-from lakefs_fuse.errors import KeyConflict
+from lakefs_fuse.errors import FileError, KeyConflict
 from tests.memory_store import Failures, MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
@@ -116,3 +116,28 @@ async def test_file_that_a_directory_of_another_program_hid_is_there_when_that_i
         store.delete("name/below")
         clock.advance(2 * TTL_S)
         assert await m.names() == ["name"] and await m.read("name") == b"packed"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_directory_is_empty_once_a_file_that_another_directory_hid_is_removed(
+    tmp_path: Path, replaced: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        store.give("d/name")
+        store.give("d/name/below")
+        assert await m.names("d") == ["name"]
+        with pytest.raises(FileError, match="not empty"):
+            await m.rmdir("d")
+        await m.unlink("d/name/below")
+        await m.rmdir("d/name")
+        with pytest.raises(FileError, match="not empty"):
+            await m.rmdir("d")
+        await m.unlink("d/name")
+        if replaced:
+            await m.mkdir("new")
+            await m.rename("new", "d")
+        await m.rmdir("d")
+        await m.sync()
+        clock.advance(2 * TTL_S)
+        assert await m.names() == []

@@ -111,6 +111,44 @@ async def test_renaming_over_something(tmp_path: Path) -> None:
         assert tree == {"b": b"a", "empty": None, "empty/x": b"x"}
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "flags"),
+    [
+        ("b", "a", 0),
+        ("open", "a", 0),
+        ("f", "e", 0),
+        ("d/x", "a", 0),
+        ("a", "b", RENAME_EXCHANGE),
+        ("a", "e", RENAME_EXCHANGE),
+        ("open", "a", RENAME_EXCHANGE),
+        ("d/x", "a", RENAME_EXCHANGE),
+    ],
+)
+async def test_name_that_a_rename_replaces_keeps_its_place_in_listings(
+    tmp_path: Path, old: str, new: str, flags: int
+) -> None:
+    """A program that reads the directory meanwhile sees such a name once."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        for directory in ("d", "e", "f"):
+            await one.mkdir(directory)
+        for name in ("a", "b", "d/x"):
+            await one.write(name, name.encode())
+        handle = await one.create("open")
+        await one.sync()
+        await two.poll()
+        places = [{entry.name: entry.cookie for entry in await m.read_directory(ROOT_INODE)} for m in (one, two)]
+        await one.rename(old, new, flags)
+        await one.sync()
+        await two.poll()
+        for m, before in zip((one, two), places, strict=True):
+            after = {entry.name: entry.cookie for entry in await m.read_directory(ROOT_INODE)}
+            stay = after.keys() & before.keys()
+            assert m is two or new.encode() in stay
+            assert {name: after[name] for name in stay} == {name: before[name] for name in stay}
+        await one.close(handle)
+
+
 async def test_an_exchange_of_a_directory_and_a_link(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock) as (one, two):

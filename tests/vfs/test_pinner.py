@@ -17,7 +17,7 @@ from lakefs_fuse.vfs.pinning import pinner
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Unit, Units
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
-from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import RENAME_EXCHANGE, Clock, Lake, lake, two_lakes
 
 SIZE = 100 * KIB
 
@@ -392,3 +392,27 @@ async def test_checkpoint_of_a_run_stays_kept_though_many_other_runs_were_remove
             await m.rmdir(f"runs/{number}")
             await keeper(m).update_pins()
         assert await survivors(m, "runs/first/step") == ["runs/first/step"]
+
+
+@pytest.mark.parametrize("ends", [("ckpt/a.pt", "new.pt"), ("new.pt", "ckpt/a.pt")])
+async def test_checkpoint_that_an_exchange_replaces_is_kept(tmp_path: Path, ends: tuple[str, str]) -> None:
+    async with lake(MemoryStore(), tmp_path, rules=keep("ckpt/*.pt")) as m:
+        await m.mkdir("ckpt")
+        await save(m, "ckpt/a.pt", 1)
+        await save(m, "ckpt/b.pt", 2)
+        await save(m, "new.pt", 3)
+        await m.rename(*ends, RENAME_EXCHANGE)
+        assert await survivors(m, "ckpt/a.pt", "ckpt/b.pt", "new.pt") == ["ckpt/a.pt"]
+
+
+async def test_checkpoints_that_were_exchanged_are_kept(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path, rules=keep("ckpt/**", 2)) as m:
+        await m.mkdir("ckpt")
+        for number, name in enumerate(("ckpt/old", "ckpt/step1", "ckpt/step2")):
+            await m.mkdir(name)
+            await save(m, f"{name}/x.pt", number)
+            await m.write(f"{name}/_SUCCESS", b"")
+        await m.rename("ckpt/step1", "ckpt/step2", RENAME_EXCHANGE)
+        assert await survivors(m, *(f"ckpt/{name}/x.pt" for name in ("old", "step1", "step2"))) == [
+            "ckpt/step1/x.pt", "ckpt/step2/x.pt",
+        ]  # fmt: skip

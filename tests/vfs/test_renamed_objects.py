@@ -1089,6 +1089,39 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
         assert await fresh.tree() == {"e": None, "e/f": b"third!", "e/g": b"first"}
 
 
+@pytest.mark.parametrize("exchanged", [False, True])
+async def test_new_file_that_is_stored_while_its_directory_is_renamed_goes_along(
+    tmp_path: Path, exchanged: bool
+) -> None:
+    """The commit of the rename does not name it. It is recorded once that is applied, so the directory keeps its
+    inode."""
+    store, clock = MemoryStore(), Clock()
+    renaming = pause_of_commits()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/old", b"old")
+        if exchanged:
+            await one.mkdir("e")
+        await one.sync()
+        inode = (await one.found("d")).inode
+        handle = await one.create("d/new")
+        await one.fs.write(handle, 0, b"new")
+        async with trio.open_nursery() as nursery:
+            store.hook = renaming
+            nursery.start_soon(one.rename, "d", "e", RENAME_EXCHANGE if exchanged else 0)
+            await reached(renaming.reached)
+            nursery.start_soon(one.close, handle)
+            await until(lambda: "d/new" in store.objects)
+            renaming.resume()
+        assert (await one.found("e")).inode == inode
+        expected = {"e": None, "e/new": b"new", "e/old": b"old"} | ({"d": None} if exchanged else {})
+        assert await one.tree() == expected
+        await one.sync()
+        clock.advance(2 * TTL_S)
+        await two.poll()
+        assert await two.tree() == expected
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_listing_of_a_directory_that_another_node_renames_meanwhile_is_of_its_old_path(
     tmp_path: Path, is_whole: bool

@@ -216,7 +216,7 @@ class Renames:
             except CacheError as error:
                 log.error("%s is %s now, which the journal does not say of all files: %s", ends.old, ends.new, error)
             for listener in self._ns.events.path_renamed:
-                listener(ends.old, ends.new)
+                listener([(ends.old, ends.new), (ends.new, ends.old)][: len(ends.moving)])
         return route
 
     def _check_names(self, ends: Sequence[Entry]) -> None:
@@ -273,7 +273,7 @@ class Renames:
             return now
 
         if route is Route.COMMITTED:
-            await self._commit(read_ends, is_large=is_large)
+            await self._commit(read_ends, is_paced=any(end.flags & Flag.DIRECTORY for end in ends.moving))
         else:
             async with self._committer.quiet():
                 self._journal(read_ends(), route, opened)
@@ -284,11 +284,11 @@ class Renames:
 
     # -- what is in the store
 
-    async def _commit(self, read_ends: Callable[[], _Ends], *, is_large: bool) -> None:
+    async def _commit(self, read_ends: Callable[[], _Ends], *, is_paced: bool) -> None:
         """Commit a rename. Objects that are stored meanwhile at an old key are renamed, too. Raises LakeError, and the
         errors of ``read_ends``."""
         stored_before = self._deletions.stored_count
-        change = await self._commit_now(read_ends, is_large=is_large)
+        change = await self._commit_now(read_ends, is_paced=is_paced)
         if self._deletions.stored_count != stored_before:
             self._preparation.renamed.rename_applied(change, self._deletions.stored_since(stored_before))
 
@@ -303,9 +303,10 @@ class Renames:
             self._committer.enqueue(change, self._journal_versions(ends.source, ends.new, opened))
 
     async def _commit_now(
-        self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_large: bool
+        self, read_ends: Callable[[], _Ends], planner: Planner = plan_in_steps, *, is_paced: bool
     ) -> Change:
-        """Plan and commit, in steps if ``is_large``; return the change. Errors of ``read_ends`` end the rename."""
+        """Plan and commit, behind the barrier if ``is_paced``; return the change. Errors of ``read_ends`` end the
+        rename."""
         made: list[Change] = []
 
         def plan() -> Change:
@@ -317,7 +318,7 @@ class Renames:
             return made[-1]
 
         await self._preparation.catch_up()
-        if is_large:
+        if is_paced:
             await self._commit_in_steps(plan_paced)
         else:
             await self._committer.commit(plan)
@@ -337,7 +338,7 @@ class Renames:
             return ends
 
         async def execute(*_: object) -> None:
-            await self._commit_now(read_ends, planner, is_large=self._is_large(source))
+            await self._commit_now(read_ends, planner, is_paced=self._is_large(source))
 
         if opened is not None:
             await self._unlinker.unlink(opened, execute)
@@ -494,7 +495,8 @@ class Renames:
             tree.remove(batch, there)
             self._unlinker.journal_dropped(batch, self._files.get(there.inode))
         tree.detach(batch, entry)
-        moved = tree.attach(batch, plan.row, parent, name, before=entry)
+        cookie = 0 if there is None else there.cookie
+        moved = tree.attach(batch, plan.row, parent, name, cookie=cookie, before=entry)
         with nullcontext() if file is None else file.restoring_names():
             self._files.replaces(moved, plan.copied_from)
             stays = file is not None and self._files.move(batch, file, ends.new)

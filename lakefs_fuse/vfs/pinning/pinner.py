@@ -161,21 +161,33 @@ class Pinner:
             self._pin(extent.version)
         self._note(unit)
 
-    def renamed(self, old: str, new: str) -> None:
-        """A file or directory has another name, on this node at least. A listener of the tree's event."""
-        moved = {path: row for path, row in self._rows.items() if path == old or path.startswith(old + "/")}
+    def renamed(self, moves: Sequence[tuple[str, str]]) -> None:
+        """A file or directory has another name, on this node at least, or two have each other's. A listener of the
+        tree's event."""
+        moved = {
+            path: (new + path[len(old) :], row)
+            for path, row in self._rows.items()
+            for old, new in moves
+            if path == old or path.startswith(old + "/")
+        }
         batch = Batch()
-        for path, row in moved.items():
+        for path in moved:
             self._forget(batch, path)
-            after = new + path[len(old) :]
+        for after, row in moved.values():
             if self._units.of(after) is not None and after not in self._rows:
                 self._put(batch, after, row)
         self._commit(batch)
-        unit = self._units.of(new)
-        if unit is not None:
-            self._note(unit, whole=unit.path == new)
-        elif moved:
+        for new in sorted((new for _, new in moves), key=self._sequence_of):
+            unit = self._units.of(new)
+            if unit is not None:
+                self._note(unit, whole=unit.path == new)
+        if moved:
             self.stale()
+
+    def _sequence_of(self, path: str) -> int:
+        """Return the place of a checkpoint in their order; of one that is new here the last."""
+        row = self._rows.get(path)
+        return self._sequence + 1 if row is None else row.sequence
 
     async def moved(self, old: Version, new: Version) -> None:
         """The same bytes are another object now: what the cache has of them it has of that. Also without any rule, so

@@ -356,9 +356,9 @@ class PinnedChanges:
         if self._pins.covering(path) is not None:
             self._pins.mark_stale()
 
-    def _renamed(self, *paths: str) -> None:
+    def _renamed(self, moves: Sequence[tuple[str, str]]) -> None:
         self._directory = (math.nan, False)
-        if any(map(self._matters, paths)):
+        if any(self._matters(path) for move in moves for path in move):
             self._pins.mark_stale()
 
     def _changed(self, directory: int, name: bytes) -> None:

@@ -29,6 +29,7 @@ from lakefs_fuse.commits.path_tree import is_hiding
 from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import CacheError, FileError, KeyConflict, LakeError, Overtaken, StoreError
+from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -162,6 +163,7 @@ class ObjectWriter:
             try:
                 sent = await self._send_plain(draft, plan, known, there, is_exclusive=is_exclusive)
                 self._unrecorded[draft] = Unrecorded(before, sent)
+                await self._wait_moved(file)
                 return self._retire(before, await self._tell(file, draft, sent))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
@@ -190,6 +192,13 @@ class ObjectWriter:
             is_shown_now = target.unsure is not None and target.hidden_ns > 0 and not _hidden_ns(row)
             plan, known = await self._plan(file, draft, policy, alone=True, there=None if is_shown_now else etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
+
+    async def _wait_moved(self, file: OpenFile) -> None:
+        """Wait for the rename of a directory above a new file. Its commit does not name the object that the store has
+        since: until it is applied, the file must move as one that is not stored."""
+        row = self._ns.tree.entry(file.entry.inode)
+        if row is not None and row.flags & Flag.LOCAL:
+            await self._ns.tree.barrier.wait_for(About.NAME, row.parent, row.name)
 
     async def _resume(self, file: OpenFile, draft: Draft) -> StoredVersion:
         """Describe a draft that the store has. Raises LakeError; then it can be tried again."""
