@@ -110,8 +110,14 @@ class VirtualTime:
                     self._begin(call)
                 is_over.set()
 
+        def begin() -> None:
+            try:
+                trio.lowlevel.spawn_system_task(wait)
+            except RuntimeError:  # the run is ending, and takes no more tasks
+                is_over.set()
+
         try:
-            token.run_sync_soon(trio.lowlevel.spawn_system_task, wait)
+            token.run_sync_soon(begin)
         except trio.RunFinishedError:
             return
         assert is_over.wait(SLEEP_S_MAX), "time stands still"
