@@ -110,6 +110,7 @@ class CreateOffload:
         self._reserve_inodes(library)
         self._leases.lease_names_from(library)
         self._fs.events.names_requested.append(self._receive_all)
+        self._fs.events.files_counted.append(self._count)
 
     def end(self) -> None:
         """Store all files of the library, also those not closed yet, and stop receiving files. Call it when the session
@@ -127,6 +128,9 @@ class CreateOffload:
             return hooks.keeps_open(closer, os.path.join(self._fs.config.mountpoint, key))
         except LakeError:
             return 0  # its directory is gone
+
+    def _count(self) -> int:
+        return 0 if self._library is None else int(self._library.lakefs_files_receiving())
 
     def _receive_all(self) -> None:
         """Store all files of the library, also those not closed yet."""

@@ -58,6 +58,9 @@ class ChangeEvents(TreeEvents):
     """A file or directory was renamed, or two were exchanged; the paths of each before and after."""
     file_emptied: list[Callable[[str], object]] = field(default_factory=list)
     """The file of a path is created or truncated: nothing of an earlier version counts."""
+    files_counted: list[Callable[[], int]] = field(default_factory=list)
+    """The new files that are being written are counted; returns how many a listener receives that are not in the table
+    of files yet."""
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)
     """Counters are about to be read; returns what a listener adds to them."""
 

@@ -134,6 +134,29 @@ async def test_without_write_back_it_is_in_the_store(tmp_path: Path) -> None:
         assert m.fs.statistics()["files"] == {"in_use": 0}
 
 
+async def test_without_write_back_files_that_close_together_share_a_pack(tmp_path: Path) -> None:
+    """Also the first of them, which asks before the others wait for a pack."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="auto") as m:
+        assert await closed(m, *((f"f{number}", b"bytes") for number in range(4))) == [None] * 4
+        assert (m.commits()["packs"], m.commits()["files_packed"]) == (1, 4)
+        assert await closed(m, ("alone", b"bytes")) == [None]
+        assert m.commits()["packs"] == 1
+        assert m.fs.statistics()["files"] == {"in_use": 0}
+
+
+async def test_without_write_back_a_file_shares_a_pack_with_those_that_are_received(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="auto") as m:
+        m.fs.events.files_counted.append(lambda: 1)
+        (first,) = await taken(m, ("first", b"bytes"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(release, m, first)
+            await trio.testing.wait_all_tasks_blocked()
+            assert await closed(m, ("second", b"bytes")) == [None]
+        assert m.commits()["files_packed"] == 2
+
+
 async def test_without_write_back_its_close_gets_the_error_of_the_store(tmp_path: Path) -> None:
     """And who still has it open may close it again."""
     store = MemoryStore()
@@ -204,14 +227,19 @@ async def test_exclusive_file_of_a_name_that_another_client_made_becomes_an_orph
         ours = replace(await received(m, "name", b"ours"), is_exclusive=True)
         store.give("name", b"theirs")
         assert await m.read("name") == b"theirs"
-        (file,) = m.fs.new_files.add_received([ours], {ours.inode: said} if is_closed else {})
+
+        def answer(error: LakeError | None) -> None:
+            m.fs.hold(m.fs.new_files.again(ours.inode), HANDLE, 0)  # as whoever answers with an error
+            said(error)
+
+        (file,) = m.fs.new_files.add_received([ours], {ours.inode: answer} if is_closed else {})
         assert isinstance(file, OpenFile)
         if is_closed:
             (error,) = await said.wait(1)
             assert isinstance(error, FileError)
             assert error.errno == errno.EEXIST
-            file = m.fs.new_files.again(ours.inode)
-        m.fs.hold(file, HANDLE, 0)
+        else:
+            m.fs.hold(file, HANDLE, 0)
         await m.fs.write(HANDLE, 4, b" too")
         for call in (m.fs.fsync, m.close):
             with pytest.raises(FileError) as raised:

@@ -520,6 +520,12 @@ void lakefs_hand_over_before(const struct fuse_in_header *head)
 
 /* -- called from Python */
 
+/* Return how many files are being written that Python does not know. */
+int lakefs_files_receiving(void)
+{
+	return (int)receiving;
+}
+
 /* Return when the newest file that Python does not know was created in a directory; INT64_MIN if there is none. */
 static int64_t newest_created_ns(uint64_t directory)
 {

@@ -90,6 +90,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "copy_request": (ctypes.POINTER(CopyRequest), ()),
     "request_origin": (ctypes.POINTER(RequestOrigin), ()),
     "interrupt_request": (ctypes.c_int, (ctypes.c_uint64,)),
+    "files_receiving": (ctypes.c_int, ()),
     "kills_privileges": (ctypes.c_int, ()),
     "is_cached_write": (ctypes.c_int, ()),
     "begin_reading": (ctypes.c_int, ()),

@@ -170,9 +170,9 @@ class FileTable:
         return [file for file in self._files.values() if file.draft is not None]
 
     def being_written(self, bytes_max: int) -> int:
-        """Files no larger than this that a program writes and does not close yet."""
-        return sum(
-            not file.publishing.locked() and file.draft is not None and file.draft.size <= bytes_max
+        """Files no larger than this that a program writes, or closes and that are not being sent yet."""
+        return sum(count() for count in self.events.files_counted) + sum(
+            file.draft is not None and file.draft.state is DraftState.WRITING and file.draft.size <= bytes_max
             for file in self._with_writers
         )
 

@@ -33,7 +33,8 @@ NAMES_MAX = 8192
 log = logging.getLogger(__name__)
 
 OnClosed = Callable[[LakeError | None], None]
-"""Answers a `close()`, with its error if there is one."""
+"""Answers a `close()`, with its error if there is one; then the file's handle must have another owner when it returns
+(`NewFiles.again`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class NewFiles:
         the name is something else by now, CacheError if the rows cannot be written.
 
         ``closed`` has the answer to the `close()` of each file that its creator has closed, by inode; such a file keeps
-        no handle. It is called with the result of the close, but not if the file cannot be added.
+        no handle when that is answered. It is called with the result of the close, but not if the file cannot be added.
         """
         batch, closings, waiting = Batch(), list[Closing](), list[tuple[OpenFile, OnClosed]]()
         taken = [self._try_to_take(batch, each) for each in received]
@@ -171,8 +172,8 @@ class NewFiles:
                 if isinstance(file, OpenFile):
                     self._drop(file)
             return [failed for _ in taken]
-        for file in (*(closing.file for closing in closings), *(file for file, _ in waiting)):
-            self._files.drop_handle(file, writer=True)
+        for closing in closings:
+            self._files.drop_handle(closing.file, writer=True)
         for file in taken:
             if isinstance(file, OpenFile):
                 self._drafts.notify_emptied(file)
@@ -258,13 +259,13 @@ class NewFiles:
         return self._files.acquire(entry, writer=True)
 
     async def _close_patiently(self, file: OpenFile, on_closed: OnClosed) -> None:
-        """Close a file that cannot be acknowledged at once, and answer its `close()`."""
+        """Close a file that cannot be acknowledged at once, answer its `close()`, and release its handle: until then
+        others that close see that it is written, and share a pack with it."""
         error: LakeError | None = LakeError("the mount is ending")
         try:
             await self.wait_room(file.key)
             await self._services.staging.reserve(0)
             await self._io.close(file)
-            self._files.forget_if_idle(file)
             error = None
         except LakeError as failed:
             error = failed
@@ -273,6 +274,7 @@ class NewFiles:
             error = LakeError(f"closing failed: {failed!r}")
         finally:
             on_closed(error)
+        await self._io.release(file, writer=True)
 
     # -- names that are leased to the C library
 

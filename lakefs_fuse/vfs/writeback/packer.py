@@ -101,7 +101,7 @@ class Packer:
         threads: Threads,
         being_written: Callable[[int], int],
     ) -> None:
-        """``being_written(bytes_max)`` counts files up to that size that are being written and not closed yet."""
+        """``being_written(bytes_max)`` counts files up to that size that are being written, and not being sent yet."""
         self._db, self._journal = database, Journal(database)
         self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
         self._nursery, self._threads = nursery, threads
@@ -120,9 +120,12 @@ class Packer:
 
     def are_others_closing(self, threshold_bytes: int, plain_in_progress: int) -> bool:
         """Return whether other small files are being closed or written, so that one that closes can share a commit.
+        Files that were closed together ask one after the other: none of them is waiting or sent when the first does.
 
         ``plain_in_progress`` is the number of files that are being stored as plain objects."""
-        return bool(self._waiting or self._in_flight or plain_in_progress) or self._others_write(threshold_bytes)
+        if self._waiting or self._in_flight or plain_in_progress:
+            return True
+        return self._others_write(threshold_bytes, asking=1)
 
     async def submit(
         self, file: OpenFile, draft: Draft, threshold_bytes: int, plain_in_progress: int, *, alone_is_plain: bool
@@ -210,11 +213,15 @@ class Packer:
         if patience.cancelled_caught:
             self._at_once = len(self._waiting)
             if self._at_once == 1:
-                self._idle = self._being_written(threshold)
+                self._idle = self._others_written(threshold)
 
-    def _others_write(self, threshold: int) -> bool:
+    def _others_written(self, threshold: int, asking: int = 0) -> int:
+        """Return how many small files are being written that are not here, without those that are ``asking``."""
+        return max(0, self._being_written(threshold) - len(self._waiting) - asking)
+
+    def _others_write(self, threshold: int, asking: int = 0) -> bool:
         """Return whether another writer may soon close a small file. Files that stay open, as logs do, count once."""
-        writing = self._being_written(threshold)
+        writing = self._others_written(threshold, asking)
         self._idle = min(self._idle, writing)
         return writing > self._idle
 
