@@ -21,7 +21,7 @@ from tests.servers import Server, StoppableStore, make_bucket
 
 RETRY_S = "20"
 OPTIONS = ("--durability", "close", "--retry-timeout", RETRY_S)
-END_S_MAX = 8.0
+END_S_MAX = 15.0
 """For all programs of a test to end, on a busy machine. Without the signal each waits for longer than RETRY_S."""
 CALLS: dict[str, str] = {
     "stat": "os.stat('absent')",
