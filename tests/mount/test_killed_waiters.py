@@ -19,9 +19,9 @@ from tests.mount.lakes import Lake, eventually, s3_lake
 from tests.mount.writeback_lakes import FOR_EVER
 from tests.servers import Server, StoppableStore, make_bucket
 
-RETRY_S = "20"
+RETRY_S = "60"
 OPTIONS = ("--durability", "close", "--retry-timeout", RETRY_S)
-END_S_MAX = 15.0
+END_S_MAX = 40.0
 """For all programs of a test to end, on a busy machine. Without the signal each waits for longer than RETRY_S."""
 CALLS: dict[str, str] = {
     "stat": "os.stat('absent')",
