@@ -32,6 +32,7 @@ SECRET_KEY = "testsecret-never-to-be-seen"
 REGION = "us-east-1"
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 3.0
+STOPPED_S_MAX = 30.0
 GRPC_OFFSET = 10_000
 """SeaweedFS's gRPC port of any port."""
 
@@ -155,12 +156,28 @@ class StoppableStore:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
+            _wait_stopped(self._process.pid)
             yield
         finally:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self._running.close()
+
+
+def _wait_stopped(pid: int) -> None:
+    """On a busy machine the threads of a process go on for a while after SIGSTOP was sent, and answer."""
+    deadline_s = time.monotonic() + STOPPED_S_MAX
+    while not all(map(_is_stopped, Path(f"/proc/{pid}/task").iterdir())):
+        assert time.monotonic() < deadline_s, f"process {pid} does not stop"
+        time.sleep(0.005)
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return True
 
 
 def _seaweedfs_ports() -> list[int]:

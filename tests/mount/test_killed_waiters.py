@@ -21,7 +21,7 @@ from tests.servers import Server, StoppableStore, make_bucket
 
 RETRY_S = "60"
 OPTIONS = ("--durability", "close", "--retry-timeout", RETRY_S)
-END_S_MAX = 40.0
+END_S_MAX = 20.0
 """For all programs of a test to end, on a busy machine. Without the signal each waits for longer than RETRY_S."""
 CALLS: dict[str, str] = {
     "stat": "os.stat('absent')",
@@ -90,7 +90,10 @@ class Programs:
         return [name for name, program in self.running.items() if program.poll() is None]
 
     def wait_ended(self) -> None:
-        eventually(lambda: not self.left(), f"{self.left()} end", END_S_MAX)
+        try:
+            eventually(lambda: not self.left(), "all end", END_S_MAX)
+        except AssertionError as error:
+            raise AssertionError(f"{self.left()} are left") from error
 
 
 def waits(program: subprocess.Popen[str]) -> bool:
