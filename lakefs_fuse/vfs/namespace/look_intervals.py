@@ -34,13 +34,17 @@ class LookIntervals:
         self._ns_max = int(max(first_s, INTERVAL_S_MAX if foreign_s is None else 0.0) * NS)
         self._longer: OrderedDict[int, int] = OrderedDict()
 
+    def doubled(self, interval_ns: int) -> int:
+        """Return the interval that follows one after which nothing new was found."""
+        return min(2 * interval_ns, self._ns_max)
+
     def interval_ns(self, directory: int) -> int:
         """Return for how long the last listing of a directory counts."""
         return self._longer.get(directory, self.first_ns)
 
     def lengthen(self, directory: int) -> None:
         """Double the interval of a directory: a LIST of it alone found nothing new."""
-        interval_ns = min(2 * self.interval_ns(directory), self._ns_max)
+        interval_ns = self.doubled(self.interval_ns(directory))
         if interval_ns > self.first_ns:
             self._longer[directory] = interval_ns
             self._longer.move_to_end(directory)

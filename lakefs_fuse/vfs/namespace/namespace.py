@@ -44,6 +44,7 @@ from lakefs_fuse.sync.steps import finish_paced
 from lakefs_fuse.vfs.files.file_table import FileTable, renew_inode
 from lakefs_fuse.vfs.namespace.absent_names import Absences, AbsentNames
 from lakefs_fuse.vfs.namespace.commit_order import ANNOUNCED_NS, OrderedLists
+from lakefs_fuse.vfs.namespace.emptied_directories import EmptiedDirectories
 from lakefs_fuse.vfs.namespace.key_mapping import (
     NAME_BYTES_MAX,
     Hidden,
@@ -71,6 +72,7 @@ BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
 HEADS_AT_ONCE = 16
+GHOSTS_AT_ONCE = 16
 OUTDATED_AT_ONCE = 64
 """Directories that are outdated, because others have moved, between two turns of other tasks: 10 ms."""
 AWAY = (Unavailable, AccessDenied)
@@ -125,6 +127,7 @@ class Namespace:
         """When a LIST last showed a new object; other objects may have been stored before that one."""
         self._lists = OrderedLists(client, self.events, self._note_new_object)
         self._subtrees = SubtreeListings(self._lists, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
+        self._emptied = EmptiedDirectories(client, self._subtrees, self._looks, self._clock_ns, self._is_object_removed)
         self.touch(ROOT_INODE)
 
     async def check_empty(self, entry: Entry) -> None:
@@ -479,7 +482,8 @@ class Namespace:
         if self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
         flight.announced |= merge.passed | self._outdated.among(directory, merge.kept)
-        await self._look_below_ghosts(merge, directory, prefix)
+        for name in merge.ghosts:
+            await self._look_below_ghost(merge, directory, prefix, name)
         self._touch_listed(directory, merge.changed_ns)
         return True
 
@@ -502,8 +506,9 @@ class Namespace:
 
         Unless ``strictly``, an old listing suffices while the store is away. Raises LakeError."""
         fresh_s = self.directory_fresh_s(directory, within_ttl=True)
-        if fresh_s > 0:
+        if fresh_s > 0 and not self._emptied.relies(directory):
             return fresh_s
+        self._emptied.forget(directory, b"")
         if strictly or self.tree.listing(directory) is None:
             await self.list_directory(directory, within_ttl=True)
         else:
@@ -549,9 +554,11 @@ class Namespace:
             await flight.done.wait()
             if flight.error is not None:
                 raise flight.error
-            is_whole = not flight.is_interrupted
+            is_whole = not flight.is_interrupted and not self._emptied.relies(directory)
             if is_whole and (within_ttl or (not flight.is_dated_back and flight.began_ns >= since_ns)):
                 return
+        if not within_ttl:
+            self._emptied.forget(directory, b"")
         began_ns = self._clock_ns()
         flight = Flight(began_ns, since_ns=0 if within_ttl else since_ns or began_ns)
         self._flights[directory] = flight
@@ -617,7 +624,7 @@ class Namespace:
             flight.progress = pages.progress
             if not await pages.run(goes_on=lambda: flight.is_wanted):
                 return True
-        await self._look_below_ghosts(merge, directory, prefix, flat)
+        await self._look_below_ghosts(merge, directory, prefix, flat, flight.began_ns)
         await self._ask_about_overriding(merge, directory, prefix)
         if not await self._take_steps(merge.remove_missing(), directory, prefix):
             return False
@@ -676,26 +683,28 @@ class Namespace:
         return True
 
     async def _look_below_ghosts(
-        self, merge: DirectoryMerge, directory: int, prefix: str, flat: FlatListing | None = None
+        self, merge: DirectoryMerge, directory: int, prefix: str, flat: FlatListing | None, since_ns: int
     ) -> None:
-        for name in merge.ghosts:
-            below = prefix + name.decode("utf-8", "surrogatepass") + "/"
-            token: str | None = None
-            while True:
-                if flat is not None:
-                    page = ListPage(flat.below(below), (), None)
-                else:
-                    page = await self._client.list_page(below, token=token)
-                if self._is_moved(directory, prefix):
-                    return
-                token = page.next_token
-                if any(not self._is_object_removed(meta) for meta in page.objects):
-                    merge.add_directory(name)
-                    break
-                if token is None:
-                    if not await self._take_steps(merge.drop_directory(name), directory, prefix):
-                        return
-                    break
+        """Show each ghost below which there is a visible name, and remove the others. Raises LakeError."""
+        flat, empty = await self._emptied.begin(directory, prefix, merge.ghosts, flat, since_ns)
+
+        async def look(name: bytes) -> None:
+            await self._look_below_ghost(merge, directory, prefix, name, flat, is_empty=name in empty)
+
+        if merge.ghosts:
+            await for_each(merge.ghosts, look, min(GHOSTS_AT_ONCE, len(merge.ghosts)))
+
+    async def _look_below_ghost(
+        self, merge: DirectoryMerge, directory: int, prefix: str, name: bytes, flat: FlatListing | None = None,
+        *, is_empty: bool = False,
+    ) -> None:  # fmt: skip
+        is_shown = not is_empty and await self._emptied.has_visible_name(directory, prefix, name, flat)
+        if self._is_moved(directory, prefix):
+            return
+        if is_shown:
+            merge.add_directory(name)
+        else:
+            await self._take_steps(merge.drop_directory(name), directory, prefix)
 
     async def _ask_about_overriding(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
         """Ask the store about objects that may have been put in place of bytes elsewhere, and merge those that count.
@@ -790,6 +799,7 @@ class Namespace:
 
     def outdate(self, directory: int, name: bytes) -> None:
         """Have the store asked again for a name; for all names of the directory if it is empty."""
+        self._emptied.forget(directory, name)
         self._answers.pop((directory, name), None)
         if self._subtrees.flat_listings:
             self._subtrees.name_changed(directory, name, self._directories_above)

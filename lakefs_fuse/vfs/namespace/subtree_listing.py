@@ -206,9 +206,8 @@ class SubtreeListings:
             subtree = self._subtree(prefix)
             while subtree.done is not None:
                 await subtree.done.wait()
-            flat = self.flat_listings.get(prefix)
-            is_recent = flat is not None and self._is_recent(flat.began_ns) and flat.began_ns >= since_ns
-            if flat is None or not (flat.is_complete and is_recent):
+            flat = self._usable(prefix, since_ns)
+            if flat is None:
                 if subtree.large_until_ns > self._clock_ns():
                     continue
                 if not self._is_wanted(subtree, place.inode):
@@ -222,6 +221,26 @@ class SubtreeListings:
                     subtree.is_shared = len(flat.merged) > 1
                 return flat
         return None
+
+    async def flat_listing_above(self, prefix: str, since_ns: int) -> FlatListing | None:
+        """Return a flat listing that began at ``since_ns`` or later, and that has all objects below a prefix; None if
+        these are many. It may send a LIST for each directory above, and never raises LakeError."""
+        for above in _prefixes(prefix):
+            subtree = self._subtree(above)
+            while subtree.done is not None:
+                await subtree.done.wait()
+            flat = self._usable(above, since_ns)
+            if flat is None and subtree.large_until_ns <= self._clock_ns():
+                flat = await self._list(above, subtree)
+            if flat is not None:
+                return flat
+        return None
+
+    def _usable(self, prefix: str, since_ns: int) -> FlatListing | None:
+        flat = self.flat_listings.get(prefix)
+        if flat is None or not flat.is_complete or not self._is_recent(flat.began_ns) or flat.began_ns < since_ns:
+            return None
+        return flat
 
     def _subtree(self, prefix: str) -> _Subtree:
         subtree = self._subtrees.setdefault(prefix, _Subtree())
