@@ -1070,7 +1070,8 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
         for name in ("d/f", "d/g"):
             await one.write(name, b"first")
         await one.sync()
-        inodes = [(await one.found(name)).inode for name in ("d", "d/g")]
+        inodes = [(await one.found(name)).inode for name in ("d", "d/f", "d/g")]
+        before = store.objects["d/f"]
         handle = await one.open("d/f", os.O_RDWR)
         await one.fs.write(handle, 0, b"second")
         clock.advance(written_before_s)
@@ -1078,10 +1079,11 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
             store.hook = renaming
             nursery.start_soon(one.rename, "d", "e")
             await trio.to_thread.run_sync(renaming.reached.wait)
-            await one.fs.fsync(handle)
+            nursery.start_soon(one.fs.fsync, handle)
+            await until(lambda: store.objects["d/f"] is not before)
             renaming.resume()
         assert await one.read("e/f") == b"second"
-        assert [(await one.found(name)).inode for name in ("e", "e/g")] == inodes
+        assert [(await one.found(name)).inode for name in ("e", "e/f", "e/g")] == inodes
         await one.fs.write(handle, 0, b"third!")
         await one.close(handle)
         assert await one.tree() == {"e": None, "e/f": b"third!", "e/g": b"first"}
