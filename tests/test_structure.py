@@ -18,8 +18,8 @@ CLOSE = 32, 68
 """One each for the question whether the file is a checkpoint, whose writer may have been killed, for reading staged
 bytes to the end (`local_disk.pread_all`), for what of earlier commits is not settled (`Committer.reconcile`), for a
 draft's target, which methods change whose names say why, for `ObjectWriter`, which is not in `Publisher`'s module: the
-two were 965 lines; for the barrier of the tree, at which a new file waits for the rename of its directory; and for the
-requests that wait (`WaitingRequests`), of a rename too. One switch for `ObjectHistories`, a class where there were
+two were 965 lines; for the barrier of the tree, at which a stored file waits for the rename of its directory; and for
+the requests that wait (`WaitingRequests`), of a rename too. One switch for `ObjectHistories`, a class where there were
 functions on another's attribute."""
 RENAME = 40, 272
 """One each for the rule which keys are markers of directories, for the rules of files, apart from the rows that they

@@ -47,8 +47,10 @@ class Watcher:
     """Inodes of the files that are open or not durable: `keeps`, `is_new`, `ctime_ns`, `updated` and `relocated` are
     called only for these."""
 
-    def keeps(self, entry: Entry) -> bool:
-        """Return whether the file is being written here, and keeps its inode."""
+    def keeps(self, entry: Entry, *, own: bool) -> bool:
+        """Return whether the file is being written here, and keeps its inode.
+
+        If its name is being removed here, only a change of this node (``own``), which may be the removal, ends that."""
         return False
 
     def is_new(self, entry: Entry) -> bool:
@@ -99,7 +101,7 @@ class PathTree:
         self.database, self.tree, self.watcher, self.commits = database, tree, watcher, commits
         self._directories: dict[str, int] = {}
         """Inodes by path; within `editing`, 0 for a directory that does not exist."""
-        self._is_editing = self._is_quiet = False
+        self._is_editing = self._is_quiet = self._is_own = False
         self.commit: Callable[[Batch], None] = database.commit
         """Commits rows of what is edited. Raises CacheError."""
 
@@ -110,13 +112,13 @@ class PathTree:
         ``quiet``: this node's kernel made the change itself, so nothing is invalidated. ``own``: the journal or a
         stored commit of this node contains the change, so its rows stay in memory while the disk is full. If the
         daemon dies, the next one applies it again."""
-        self._is_editing, self._is_quiet = True, quiet
+        self._is_editing, self._is_quiet, self._is_own = True, quiet, own
         self.commit = self.database.commit_volatile if own else self.database.commit
         self._directories.clear()
         try:
             yield
         finally:
-            self._is_editing = self._is_quiet = False
+            self._is_editing = self._is_quiet = self._is_own = False
             self.commit = self.database.commit
             self._directories.clear()
 
@@ -143,7 +145,7 @@ class PathTree:
 
     def keeps(self, entry: Entry) -> bool:
         """Return whether the file is in use, and its inode stays (`Watcher.keeps`)."""
-        return entry.inode in self.watcher.in_use and self.watcher.keeps(entry)
+        return entry.inode in self.watcher.in_use and self.watcher.keeps(entry, own=self._is_own)
 
     def directory(self, path: str) -> int | None:
         """Return the inode of a directory by its path ("" is the root); None if there is none."""

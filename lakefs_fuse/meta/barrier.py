@@ -76,7 +76,7 @@ class Barrier:
     async def wait_for(self, about: About, inode: int, name: bytes = b"") -> None:
         """Wait until no name or inode of a request is being changed. ``inode`` is the directory's, or the requested
         one."""
-        while self._is_behind(about, inode, name):
+        while self.is_behind(about, inode, name):
             await self._lowered.wait()
 
     async def wait_lowered(self) -> None:
@@ -84,7 +84,8 @@ class Barrier:
         while self.is_up:
             await self._lowered.wait()
 
-    def _is_behind(self, about: About, inode: int, name: bytes) -> bool:
+    def is_behind(self, about: About, inode: int, name: bytes = b"") -> bool:
+        """Return whether a request would wait; the arguments are those of `wait_for`."""
         if not self._directories:
             return False
         if about is About.DIRECTORY:

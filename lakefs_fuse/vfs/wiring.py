@@ -88,8 +88,8 @@ class FilesWatcher(Watcher):
     def __init__(self, namespace: Namespace, files: FileTable) -> None:
         self._namespace, self._files, self.in_use = namespace, files, files.by_inode
 
-    def keeps(self, entry: Entry) -> bool:
-        return self._files.is_dirty(entry)
+    def keeps(self, entry: Entry, *, own: bool) -> bool:
+        return self._files.is_dirty(entry) if own else self._files.keeps_name(entry)
 
     def is_new(self, entry: Entry) -> bool:
         file = self._files.get(entry.inode)

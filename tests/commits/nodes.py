@@ -69,7 +69,7 @@ class Recorder(Watcher):
         self.told: list[bytes] = []
         self.places: list[Entry] = []
 
-    def keeps(self, entry: Entry) -> bool:
+    def keeps(self, entry: Entry, *, own: bool) -> bool:
         return entry.inode in self.kept
 
     def redated(self, entry: Entry) -> bool:

@@ -437,7 +437,7 @@ class Oracle:
             if removal.is_rename and is_in_place and self._is_carried(version, removal, tree):
                 self.met["carried"] += 1
                 return True
-            is_unaware = _is_unaware(version, removal)
+            is_unaware = _is_unaware(version, removal) or self._is_later(removal, version)
             if is_unaware and not (version.is_plain and removal.is_plain):
                 self.met["later commit"] += 1
                 return True
@@ -463,6 +463,14 @@ class Oracle:
                 return True
             moved = moved.origin
         return False
+
+    def _is_later(self, removal: Removal, version: Version) -> bool:
+        """The newest commit of the path is this removal, whose node did not know the version. That one's node saw
+        nothing at the path, but perhaps only because a third node had removed the same."""
+        others = [each for each in version.removals_before if each.node not in (removal.node, version.node)]
+        is_explained = any(each.is_certain and each.named & removal.named for each in others)
+        is_newest = self.last_remover(version.path) == removal.node
+        return version not in removal.known and is_explained and is_newest
 
     def _may_be_left_out(self, version: Version) -> bool:
         """The node that renamed it here was away for so long that the object may have been deleted before: another
@@ -626,13 +634,14 @@ class Oracle:
 
     def _is_stored_late(self, version: Version, data: bytes) -> bool:
         """Another node was writing what a rename moved here. Its user was told of no success, or not before all that
-        was put here since, so it may have been stored after that."""
+        was put here since, so it may have been stored after that. Of equal bytes the rename may have seen any."""
         puts = self.versions[version.path]
         since = [later.number for later in puts if version in later.known and later.is_certain]
         for moved, origin in self._moves_to(version):
             there = self._in_place_of(origin)
             for removal in self.removals[origin.path]:
-                unseen = there - removal.known if removal.operation == moved.operation else ()
+                known = removal.known - removal.named if len(removal.named) > 1 else removal.known
+                unseen = there - known if removal.operation == moved.operation else ()
                 late = [each for each in unseen if not each.is_certain or (since and each.told >= max(since))]
                 if any(each.data == data and each.node != removal.node for each in late):
                     return True

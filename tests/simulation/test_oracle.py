@@ -490,3 +490,38 @@ def test_write_in_place_that_outlives_the_removal_of_its_renamed_file_goes_along
     oracle.remove("d", "n2", frozenset({directory}), is_rename=True, operation=2).is_certain = True
     oracle.put("e", DIRECTORY, "n2", oracle.matching("e", DIRECTORY), origin=directory, operation=2).is_certain = True
     assert bool(oracle.check({"e": DIRECTORY, "e/f": b"in place"})) == (is_seen or is_removed)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_write_of_the_bytes_that_a_renamed_file_has_may_be_stored_after_another_has_put_its_new_name(
+    is_told: bool,
+) -> None:
+    """Of equal bytes the rename may have seen any."""
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0", "n1", "n2"])
+    (first,) = oracle.matching("f", b"bytes")
+    unaware = oracle.put("f", b"bytes", "n1", frozenset({first}))
+    if is_told:
+        oracle.acknowledge(unaware)
+    both = oracle.matching("f", b"bytes")
+    oracle.remove("f", "n0", both, is_rename=True, operation=1).is_certain = True
+    moved = oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1)
+    moved.is_certain = True
+    oracle.put("g", b"later", "n2", frozenset({moved})).is_certain = True
+    assert bool(oracle.check({"g": b"bytes"})) == is_told
+
+
+@pytest.mark.parametrize("remover", ["n0", "n1", ""])
+@pytest.mark.parametrize("is_renamed_away", [True, False])
+def test_put_where_another_node_had_removed_the_file_goes_with_a_later_removal_by_a_third(
+    remover: str, is_renamed_away: bool
+) -> None:
+    """The node of the put saw nothing there, which either removal explains: it may have heard of one alone."""
+    oracle = Oracle(deletes_conditionally=True, last_remover=lambda _: remover)
+    oracle.begin({"f": b"before"}, ["n0", "n1", "n2"])
+    first = oracle.matching("f", b"before")
+    oracle.remove("f", "n0", first).is_certain = True
+    if is_renamed_away:
+        oracle.remove("f", "n1", first, is_rename=True, operation=1).is_certain = True
+    oracle.put("f", b"moved", "n2", frozenset(), operation=2).is_certain = True
+    assert bool(oracle.check({})) != (is_renamed_away and remover != "")

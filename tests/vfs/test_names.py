@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.commits.objects.deletion_queue import CAUGHT_UP_S
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.namespace.subtree_listing import KEYS_MAX
@@ -656,3 +657,56 @@ async def test_file_that_two_nodes_remove_while_one_writes_it_is_gone_on_both(tm
         await one.write("f", b"next")
         await two.poll()
         assert await two.read("f") == b"next"
+
+
+async def test_file_that_another_node_removes_while_a_rename_over_it_fails_keeps_its_name(tmp_path: Path) -> None:
+    """It is being written. Its row stays when the rename hears of the removal, although that was about to replace it;
+    else its bytes would be stored later, over those of a new file of that name."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        for name in ("f", "g"):
+            await one.write(name, b"before")
+        await two.poll()
+        handle = await two.open("f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"second")
+        clock.advance(CAUGHT_UP_S + 1)
+        await one.unlink("f")
+        await one.rename("g", "h")
+        await one.fs.sync_names()
+        with pytest.raises(FileError) as caught:
+            await two.rename("g", "f")
+        assert caught.value.errno == errno.ENOENT
+        assert await two.names() == ["f", "h"]
+        later = await two.open("f", os.O_RDWR | os.O_TRUNC)
+        await two.fs.write(later, 0, b"third")
+        await two.close(later)
+        await two.close(handle)
+        await two.fs.make_durable()
+        assert await two.read("f") == b"third"
+        await one.poll()
+        assert await one.tree() == {"f": b"third", "h": b"before"}
+
+
+async def test_file_whose_directory_another_node_renames_while_a_rename_over_it_fails_goes_along(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.mkdir("d")
+        for name in ("d/f", "g"):
+            await one.write(name, b"before")
+        await two.poll()
+        handle = await two.open("d/f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"second")
+        clock.advance(CAUGHT_UP_S + 1)
+        await one.rename("d", "e")
+        await one.rename("g", "h")
+        await one.fs.sync_names()
+        with pytest.raises(FileError) as caught:
+            await two.rename("g", "d/f")
+        assert caught.value.errno == errno.ENOENT
+        await two.close(handle)
+        await two.fs.make_durable()
+        await one.poll()
+        for m in (one, two):
+            assert await m.tree() == {"e": None, "e/f": b"second", "h": b"before"}

@@ -1070,7 +1070,8 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
         for name in ("d/f", "d/g"):
             await one.write(name, b"first")
         await one.sync()
-        inodes = [(await one.found(name)).inode for name in ("d", "d/g")]
+        inodes = [(await one.found(name)).inode for name in ("d", "d/f", "d/g")]
+        before = store.objects["d/f"]
         handle = await one.open("d/f", os.O_RDWR)
         await one.fs.write(handle, 0, b"second")
         clock.advance(written_before_s)
@@ -1078,10 +1079,11 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(
             store.hook = renaming
             nursery.start_soon(one.rename, "d", "e")
             await trio.to_thread.run_sync(renaming.reached.wait)
-            await one.fs.fsync(handle)
+            nursery.start_soon(one.fs.fsync, handle)
+            await until(lambda: store.objects["d/f"] is not before)
             renaming.resume()
         assert await one.read("e/f") == b"second"
-        assert [(await one.found(name)).inode for name in ("e", "e/g")] == inodes
+        assert [(await one.found(name)).inode for name in ("e", "e/f", "e/g")] == inodes
         await one.fs.write(handle, 0, b"third!")
         await one.close(handle)
         assert await one.tree() == {"e": None, "e/f": b"third!", "e/g": b"first"}
@@ -1334,3 +1336,45 @@ async def test_file_written_over_a_renamed_one_stays_where_another_renamed_what_
             assert await m.read("f") == b"new"
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.read("f") == b"new"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_file_that_another_node_writes_after_its_rename_leaves_nothing_at_its_earlier_name(
+    tmp_path: Path, at_once: bool
+) -> None:
+    """A node that had not heard of the rename has replaced the object there. It hears of the rename, and of the newer
+    version under the new name, one after the other or at once."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "third", clock=clock, pack="never") as third,
+    ):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f"]
+        await one.rename("f", "g")
+        await one.sync()
+        await third.poll()
+        assert await third.names() == ["g"]
+        await rewrite(two, "f", b"second")
+        await rewrite(third, "g", b"third")
+        if at_once:
+            await third.sync()
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        await third.sync()
+        await two.poll()
+        for m in (one, two, third):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            await m.tree()
+        for m in (one, two, third):
+            await shown_by_both(m, m, clock, {"g": b"third"})
+        clock.advance(2 * WINDOW_S)
+        for m in (one, two, third):
+            await m.poll()
+            await delete_all_due(m.parts.deletions)
+        assert "f" not in store.objects
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"g": b"third"}

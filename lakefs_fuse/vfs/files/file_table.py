@@ -309,7 +309,7 @@ class FileTable:
     def updated(self, entry: Entry) -> None:
         """The row of a file has other attributes, or another name."""
         file = self._files.get(entry.inode)
-        if file is None or file.unlinked:
+        if file is None or self.is_nameless(file):
             return
         if file.draft is None and not file.behind:
             file.entry = entry
@@ -359,7 +359,7 @@ class FileTable:
             parent = file.entry.parent
             if parent not in directories:
                 directories[parent] = self._tree.path(parent)
-            above = None if file.unlinked else directories[parent]
+            above = None if self.is_nameless(file) else directories[parent]
             if above is None:
                 continue
             key = b"/".join([*above, file.entry.name]).decode("utf-8", "surrogatepass")

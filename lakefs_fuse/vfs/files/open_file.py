@@ -139,7 +139,8 @@ class OpenFile:
 
     @property
     def keeps_name(self) -> bool:
-        """Return whether a LIST without its object says nothing: it is dirty, or is until its name is removed."""
+        """Return whether its row stays when a LIST, or a commit of another node, lacks it: it is dirty, or is until its
+        name is removed here."""
         return (self._state_of_draft() if self.is_being_unlinked else self.state) in DIRTY
 
     def count_written(self, offset: int, length: int) -> None:

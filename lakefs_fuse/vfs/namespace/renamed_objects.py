@@ -4,8 +4,9 @@ A rename is a commit and moves no bytes, so the bytes of a name may be at the ke
 that know this store new bytes elsewhere. A node that has not seen the rename replaces the object there, as if it still
 were the file of that name. Its write counts as earlier than the rename, and the renamed file then is that version. The
 node commits this when it sees the rename (`commit_applied`). If it was lost before that, a node that reads the renamed
-file finds out (`adopt`). A node that has removed the file and created another one there did not replace it, as its
-object's metadata show: then both are files, and the bytes of the renamed one are lost.
+file finds out (`adopt`). If the renamed file has a newer version by then, no name has that version, and the commit only
+hides it under the earlier name. A node that has removed the file and created another one there did not replace it, as
+its object's metadata show: then both are files, and the bytes of the renamed one are lost.
 
 The name at whose key the object lies may have got another file in the same commit, as in an exchange. What was written
 there counts in place of that file, because a later commit names it. The name's history tells what the name is without
@@ -13,9 +14,9 @@ the object, and an addition to the commit that gave the name that file repeats i
 was written say that it replaced that very file, its writer knew of it, and it is the file of that name.
 
 What always holds: a name gets another version only after a HEAD showed that version at the key, only while the name
-still means the version that is gone, and not if its own key has a newer one; no object is deleted here. What this node
-stored is remembered in memory alone: after a crash, `adopt` does the same on nodes that read the file. Trio thread
-only.
+still means the version that is gone, and not if its own key has a newer one; objects are deleted by the deletion queue
+alone. What this node stored is remembered in memory alone: after a crash, `adopt` does the same on nodes that read the
+file. Trio thread only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.store.client import StoreClient, is_successor, replaced_since, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
@@ -171,9 +174,32 @@ class RenamedObjects:
         Raises LakeError."""
         await self.adopt(path)
         row = self._ns.tree.objects.used(key)
-        if row is not None and row.etag == etag and self._renamed(path)[1] != row:
+        if row is None:
+            await self._hide_left(path, key, etag)
+        elif row.etag == etag and self._renamed(path)[1] != row:
             for named, _ in self._named(row, await self._find_named(row)):
                 await self.adopt(named)
+
+    async def _hide_left(self, path: str, key: str, etag: str) -> None:
+        """Hide what this node has stored at ``key`` in place of the version ``etag`` that was renamed to ``path``, if
+        that name has a newer version elsewhere, so that no name refers to the object. Raises LakeError."""
+        stored = self._deletions.stored_etag(key)
+        meta = await self._client.find(key) if stored not in ("", etag) else None
+        if meta is None or meta.etag != stored:
+            return
+        async with self._committer.quiet():
+            there, tombstone = self._ns.at(path), self._tombstone(key)
+            is_newer = there is not None and not self._ns.is_row_removed(there)
+            if not is_newer or self._ns.tree.objects.used(key) is not None or tombstone.when_gone(stored):
+                return
+            builder = ChangeBuilder(self._ns.tree)
+            self._hide_successor(builder, meta, etag, tombstone.when_gone(etag))
+            if not builder.operations:
+                return
+            doomed = [Deletion(key, stored)]
+            self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed))
+        self._ns.outdate_emptied(key)
+        await self._committer.flush()
 
     async def _hide_versions(self, etag: str, meta: ObjectMeta, time: int) -> None:
         """Call `hide` for the object and its versions since the one with this ETag."""
@@ -246,47 +272,55 @@ class RenamedObjects:
             log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
             return False
         there = await self._client.find(path)
-        if there is not None and self._is_put_since(path, there, entry):
+        is_replaced = there is not None and self._is_put_since(path, there, entry)
+        if is_replaced:
             log.info(
                 "%s: its bytes were at %s, and were replaced at its own key since, of which a commit tells",
                 path,
                 row.key,
             )
-            return False
+            if self._tombstone(row.key).when_gone(meta.etag):
+                return False
         if is_successor(meta, row.etag):
             await self._hide_versions(row.etag, meta, entry.stamp)
-        async with self._committer.quiet():
-            self._committer.enqueue(self._adoption(path, row, meta))  # not ahead of the rename, which may be held
+        async with self._committer.quiet():  # not ahead of the rename, which may be held
+            self._committer.enqueue(self._adoption(path, row, meta, is_replaced=is_replaced))
         self._ns.outdate_emptied(row.key)
         await self._committer.flush()
-        return True
+        return not is_replaced
 
     def _is_put_since(self, path: str, there: ObjectMeta, entry: Entry) -> bool:
         """Return whether the object at a renamed file's own key may be newer than the rename.
 
         Its date is the second of the rename or later, and no commit that is known has removed or replaced it."""
-        tombstone = self._ns.tree.tombstones.get(path.encode(*schema.PATH))
-        is_gone = tombstone is not None and tombstone.hides(there.etag, there.mtime_ns, by_date=False)
+        is_gone = self._tombstone(path).hides(there.etag, there.mtime_ns, by_date=False)
         return there.etag != entry.etag and not is_gone and there.mtime_ns + NS > entry.stamp
 
-    def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
+    def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta, *, is_replaced: bool) -> Change:
         """Return the change that gives a renamed file the new bytes; called while no commit is on its way.
 
-        The new bytes at the key count as earlier than the rename, and the old name hides them; those of another program
-        only if the store dates them before the rename. A new file that its writer created there, unaware of the renamed
-        one, also stays the file of the old name."""
+        If the file ``is_replaced`` at its own key since, the old name only hides these bytes."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
         if entry is not None and now is not None and now.number == row.number:  # its other names may have been removed
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
-            builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
-            there = self._ns.at(row.key)
-            is_of_name = there is not None and _has_bytes_of(there, self._ns.tree, replaced_since(meta, row.etag))
-            is_later = not is_of_name and not self._is_given(row.key, meta.etag, entry.stamp)
-            if (is_later and is_successor(meta, row.etag)) or not token_of(meta):
-                hide_object(builder, self._ns.tree, row.key, meta.etag)
-        return builder.change()
+            if not is_replaced:
+                builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
+            self._hide_successor(builder, meta, row.etag, entry.stamp)
+        doomed = [Deletion(meta.key, meta.etag)] if is_replaced and builder.operations else []
+        return msgspec.structs.replace(builder.change(), doomed=doomed)
+
+    def _hide_successor(self, builder: ChangeBuilder, meta: ObjectMeta, etag: str, time: int) -> None:
+        """Add that the name of an object hides it, which replaced the version ``etag`` that was renamed at ``time``.
+
+        The new bytes count as earlier than the rename; those of another program only if the store dates them before it.
+        A new file that its writer created there, unaware of the renamed one, stays the file of the name."""
+        there = self._ns.at(meta.key)
+        is_of_name = there is not None and _has_bytes_of(there, self._ns.tree, replaced_since(meta, etag))
+        is_later = not is_of_name and not self._is_given(meta.key, meta.etag, time)
+        if (is_later and is_successor(meta, etag)) or not token_of(meta):
+            hide_object(builder, self._ns.tree, meta.key, meta.etag)
 
     def _is_given(self, key: str, etag: str, time: int) -> bool:
         """Return whether the name ``key`` got another file at ``time``, and now is this object or nothing.
@@ -299,8 +333,10 @@ class RenamedObjects:
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
         """Return whether the rename that took an object's name is later than what another program put there."""
-        tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
-        return tombstone is not None and meta.mtime_ns + NS <= tombstone.when_gone(row.etag)
+        return meta.mtime_ns + NS <= self._tombstone(row.key).when_gone(row.etag)
+
+    def _tombstone(self, path: str) -> Tombstone:
+        return self._ns.tree.tombstones.get(path.encode(*schema.PATH)) or Tombstone(0)
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """Return the file at a path, and the plain object at another key with its bytes; else None twice."""

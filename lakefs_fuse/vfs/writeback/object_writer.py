@@ -18,6 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -94,6 +95,20 @@ class LateAttributes(msgspec.Struct, frozen=True):
         return cls(path, msgspec.structs.replace(row, **attributes_now), xattrs)
 
 
+class NameFacts(NamedTuple):
+    """What is known of the name of a file that is stored as a plain object. ``row`` is that of its inode.
+
+    ``has_tombstone``: commits have removed or hidden a plain object at ``path``. ``replaced`` is the ETag of the object
+    replaced there if no commit has told of it here, ``dated_s`` the store's date of the new one if that matters; empty
+    and 0 otherwise."""
+
+    path: str
+    row: Entry | None
+    has_tombstone: bool
+    replaced: str
+    dated_s: int
+
+
 class ObjectWriter:
     """Stores versions, in packs or as plain objects, and commits what a LIST would not show of them."""
 
@@ -163,7 +178,6 @@ class ObjectWriter:
             try:
                 sent = await self._send_plain(draft, plan, known, there, is_exclusive=is_exclusive)
                 self._unrecorded[draft] = Unrecorded(before, sent)
-                await self._wait_moved(file)
                 return self._retire(before, await self._tell(file, draft, sent))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
@@ -192,13 +206,6 @@ class ObjectWriter:
             is_shown_now = target.unsure is not None and target.hidden_ns > 0 and not _hidden_ns(row)
             plan, known = await self._plan(file, draft, policy, alone=True, there=None if is_shown_now else etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
-
-    async def _wait_moved(self, file: OpenFile) -> None:
-        """Wait for the rename of a directory above a new file. Its commit does not name the object that the store has
-        since: until it is applied, the file must move as one that is not stored."""
-        row = self._ns.tree.entry(file.entry.inode)
-        if row is not None and row.flags & Flag.LOCAL:
-            await self._ns.tree.barrier.wait_for(About.NAME, row.parent, row.name)
 
     async def _resume(self, file: OpenFile, draft: Draft) -> StoredVersion:
         """Describe a draft that the store has. Raises LakeError; then it can be tried again."""
@@ -417,17 +424,10 @@ class ObjectWriter:
     async def _tell(self, file: OpenFile, draft: Draft, plain: PlainObject) -> StoredVersion:
         """Have other nodes learn of a plain object as `plan_telling` says; return what is to be recorded of it here.
         Raises LakeError; it can be tried again."""
-        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:  # its directory was renamed
-            self._ns.keys.check_paths([file.key])
         published, meta = plain.published, plain.published.meta
-        await self._hide_earlier_name(file, published)
-        replaced = self._replaced_untold(file.key, draft, plain.plan, meta)
-        may_be_hidden = published.is_back or bool(replaced)  # the writer of that may have replaced the same bytes
-        row, has_tombstone, dated_s = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key), 0
-        if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
-            dated_s = await self.removed.find_date(draft.uploader.client, meta, may_be_hidden=may_be_hidden)
-            row, has_tombstone = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key)
-        path = file.key
+        path, row, has_tombstone, replaced, dated_s = await self._find_name(file, draft, plain)
+        while await self._wait_moved(row):
+            path, row, has_tombstone, replaced, dated_s = await self._find_name(file, draft, plain)
         if not published.is_superseded:
             self._note_stored(path, meta.key, meta.etag)
         now = (file.owner_of(draft) or file).entry  # not ``file`` if another version has begun in the meantime
@@ -461,6 +461,29 @@ class ObjectWriter:
             Extent(Version(meta.key, meta.etag, meta.size), 0, meta.size), published.described, published,
             needs_sync=telling is Telling.COMMITTED and facts.is_named, unannounced=unannounced,
         )  # fmt: skip
+
+    async def _find_name(self, file: OpenFile, draft: Draft, plain: PlainObject) -> NameFacts:
+        """Return what is known of the name of a file that is stored as a plain object. Raises LakeError."""
+        if len(file.key.encode("utf-8", "surrogatepass")) > self._ns.keys.path_bytes_max:  # its directory was renamed
+            self._ns.keys.check_paths([file.key])
+        published, meta = plain.published, plain.published.meta
+        await self._hide_earlier_name(file, published)
+        replaced = self._replaced_untold(file.key, draft, plain.plan, meta)
+        may_be_hidden = published.is_back or bool(replaced)  # the writer of that may have replaced the same bytes
+        row, has_tombstone, dated_s = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key), 0
+        if has_tombstone or may_be_hidden or file.entry.place or (row is not None and row.place):
+            dated_s = await self.removed.find_date(draft.uploader.client, meta, may_be_hidden=may_be_hidden)
+            row, has_tombstone = self._ns.tree.entry(file.entry.inode), self._has_tombstone(file.key)
+        return NameFacts(file.key, row, has_tombstone, replaced, dated_s)
+
+    async def _wait_moved(self, row: Entry | None) -> bool:
+        """Wait for the rename of a directory above a file; return whether there was one. Its commit does not name the
+        object that the store has since: what is recorded before it is applied would be of the old name."""
+        barrier = self._ns.tree.barrier
+        if row is None or not barrier.is_behind(About.NAME, row.parent, row.name):
+            return False
+        await barrier.wait_for(About.NAME, row.parent, row.name)
+        return True
 
     async def _hide_earlier_name(self, file: OpenFile, published: Published) -> None:
         """Hide an object at the key of another name: a rename that began before the draft may have moved the file since
