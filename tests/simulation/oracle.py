@@ -30,7 +30,8 @@ Some defects are known, and are counted in `Oracle.known` in place of being repo
   read under its new name until its user removes it.
 
 A directory that no commit makes is there for as long as something is in it (*emptied*). Who removes the last name in
-one has it made by a commit; of two nodes that remove the last two names neither knows that it has to.
+one has it made by a commit; of two nodes that remove the last two names neither knows that it has to. A rename of a
+directory above takes it along unless its node has heard of both removals before it commits.
 
 The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
 """
@@ -142,11 +143,12 @@ class Oracle:
     def __init__(
         self, *, deletes_conditionally: bool, is_strict: bool = False,
         last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
-        is_named: Callable[[str], bool] = lambda _: True,
+        is_made: Callable[[str], bool] = lambda _: True, is_moved: Callable[[str, str], bool] = lambda *_: True,
     ) -> None:  # fmt: skip
         """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
-        whether the object at a path's own key was made from another; ``is_named`` whether a commit named the path."""
-        self.is_copy, self.is_named = is_copy, is_named
+        whether the object at a path's own key was made from another; ``is_made`` whether the newest commit of a
+        directory makes it; ``is_moved`` whether a commit took a directory from one path to another."""
+        self.is_copy, self.is_made, self.is_moved = is_copy, is_made, is_moved
         self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
         self.last_remover = last_remover
         self.known: Counter[str] = Counter()
@@ -311,7 +313,7 @@ class Oracle:
         for version in versions:
             if not self._replaced(version) and self._may_be_removed(version, tree):
                 return ""
-        if all(version.data == DIRECTORY for version in certain) and self._is_emptied(path):
+        if all(version.data == DIRECTORY and self._is_emptied(version) for version in certain):
             self.met["emptied"] += 1
             return ""
         lost = [version for version in certain if not self._replaced(version)] or certain
@@ -361,11 +363,22 @@ class Oracle:
                             pending.append(along)
         return found
 
-    def _is_emptied(self, path: str) -> bool:
-        """No commit makes the directory any more: it was there only because of what was below it."""
+    def _is_emptied(self, version: Version) -> bool:
+        """No commit makes the directory any more, here or, when a rename that was to take it here was committed, at its
+        earlier name: it was there only because of what was below it."""
+        moved = version
+        while (origin := moved.origin) is not None and not self.is_moved(origin.path, moved.path):
+            if self._is_left_by_all(origin.path, moved.operation):
+                return True
+            moved = origin
+        return self._is_left_by_all(version.path)
+
+    def _is_left_by_all(self, path: str, rename: int | None = None) -> bool:
+        """Who removed the last names below a path had no reason to make the directory. Those that this operation
+        renamed do not count."""
         below = [each for where, some in self.removals.items() if where.startswith(path + "/") for each in some]
-        removers = {each.node for each in below if not each.is_withdrawn}
-        return bool(removers) if self.last_remover(path) else not self.is_named(path) and len(removers) > 1
+        removers = {each.node for each in below if not each.is_withdrawn and each.operation != rename}
+        return not self.is_made(path) and len(removers) > (0 if self.last_remover(path) else 1)
 
     def _is_changed_below(self, path: str) -> bool:
         """A directory that one node removed while another changed something in it stays."""

@@ -160,7 +160,8 @@ class Simulation:
             is_strict=is_strict or plan.profile == "turns",
             last_remover=self._last_remover,
             is_copy=self._is_copy,
-            is_named=lambda path: self._newest(path) is not None,
+            is_made=lambda path: self._commits.is_directory_made(path, self._ever_committed()),
+            is_moved=lambda old, new: self._commits.is_directory_moved(old, new, self._ever_committed()),
         )
         self.store.arrived = self._arrived
         self.store.deleted_unseen = lambda key, data: self.oracle.deleted_unseen.add((key, data))

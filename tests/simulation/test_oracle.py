@@ -13,16 +13,42 @@ START_NS = 1_700_000_000 * 1_000_000_000
 
 
 @pytest.mark.parametrize("removers", [("n0", "n1"), ("n0", "n0")])
-@pytest.mark.parametrize("is_named", [True, False])
-def test_directory_that_no_commit_names_goes_with_removals_of_two_nodes(
-    removers: tuple[str, str], is_named: bool
+@pytest.mark.parametrize("is_made", [True, False])
+def test_directory_that_no_commit_makes_goes_with_removals_of_two_nodes(
+    removers: tuple[str, str], is_made: bool
 ) -> None:
-    oracle = Oracle(deletes_conditionally=True, is_named=lambda _: is_named)
+    oracle = Oracle(deletes_conditionally=True, is_made=lambda _: is_made)
     oracle.begin({"d": DIRECTORY, "d/a": b"a", "d/b": b"b"}, ["n0", "n1"])
     for path, node in zip(["d/a", "d/b"], removers, strict=True):
         oracle.remove(path, node, oracle.matching(path, path[2:].encode())).is_certain = True
-    is_excused = not is_named and len(set(removers)) > 1
+    is_excused = not is_made and len(set(removers)) > 1
     assert bool(oracle.check({})) != is_excused
+
+
+@pytest.mark.parametrize("removers", [("n0", "n1"), ("n0", "n0"), ("n0", "")])
+@pytest.mark.parametrize("is_moved", [True, False])
+@pytest.mark.parametrize("is_made", [True, False])
+def test_directory_that_was_emptied_before_the_commit_of_a_rename_is_not_under_its_new_name(
+    removers: tuple[str, str], is_moved: bool, is_made: bool
+) -> None:
+    oracle = Oracle(deletes_conditionally=True, is_made=lambda _: is_made, is_moved=lambda *_: is_moved)
+    tree = {"d": DIRECTORY, "d/e": DIRECTORY, "d/e/a": b"a", "d/e/b": b"b"}
+    oracle.begin(tree, ["n0", "n1", "n2"])
+    for path, node in zip(["d/e/a", "d/e/b"], removers, strict=True):
+        if node:
+            oracle.remove(path, node, oracle.matching(path, tree[path])).is_certain = True
+    for path in ("d", "d/e"):
+        (before,) = oracle.matching(path, DIRECTORY)
+        oracle.remove(path, "n2", frozenset({before}), is_rename=True, operation=1).is_certain = True
+        oracle.put(f"g{path[1:]}", DIRECTORY, "n2", frozenset(), origin=before, operation=1).is_certain = True
+    if not removers[1]:
+        (before,) = oracle.matching("d/e/b", b"b")
+        oracle.remove("d/e/b", "n2", frozenset({before}), is_rename=True, operation=1).is_certain = True
+        oracle.put("g/e/b", b"b", "n2", frozenset(), origin=before, operation=1).is_certain = True
+        (moved,) = oracle.matching("g/e/b", b"b")
+        oracle.remove("g/e/b", "n2", frozenset({moved})).is_certain = True
+    is_excused = not is_moved and not is_made and removers == ("n0", "n1")
+    assert bool(oracle.check({"g": DIRECTORY})) != is_excused
 
 
 @pytest.mark.parametrize("is_away", [True, False])

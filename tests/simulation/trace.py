@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import Mkdir, Operation, Record, is_of_version
+from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, is_of_version
 
 
 class Commits:
@@ -23,12 +23,36 @@ class Commits:
                     return key, operation
         return None
 
+    def is_directory_made(self, path: str, objects: Mapping[str, bytes]) -> bool:
+        """Whether the newest commit that makes or removes the directory at a path makes it."""
+        for _, record in self._newest_first(objects):
+            for operation in reversed(record.operations):
+                if operation.path == path and (isinstance(operation, Mkdir) or _removes_directory(operation)):
+                    return isinstance(operation, Mkdir)
+        return False
+
+    def is_directory_moved(self, old: str, new: str, objects: Mapping[str, bytes]) -> bool:
+        """Whether the newest commit that moves ``old``, or what is above it, to ``new`` removes a directory ``old``."""
+        for _, record in self._newest_first(objects):
+            paths = {target + old[len(source) :] for source, target in record.moves if _is_in(old, source)}
+            if new in paths:
+                return any(each.path == old and _removes_directory(each) for each in record.operations)
+        return False
+
     def _newest_first(self, objects: Mapping[str, bytes]) -> Iterator[tuple[str, Record]]:
         for key in sorted(objects, reverse=True):
             if parse_commit_key(key) is not None:
                 if key not in self._records:
                     self._records[key] = read(key, objects[key])
                 yield key, self._records[key]
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return f"{path}/".startswith(f"{directory}/")
+
+
+def _removes_directory(operation: Operation) -> bool:
+    return isinstance(operation, Remove) and operation.directory
 
 
 def read(key: str, data: bytes) -> Record:

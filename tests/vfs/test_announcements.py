@@ -15,7 +15,7 @@ import trio.testing
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key, locate, parse_commit_key, read_record
-from lakefs_fuse.commits.record import COMMITS, OWN, STORED_MAX, Operation, Put, Record, Remove
+from lakefs_fuse.commits.record import COMMITS, OWN, STORED_MAX, Mkdir, Operation, Put, Record, Remove
 from lakefs_fuse.errors import CacheFull, FileError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -510,9 +510,9 @@ async def test_object_stored_in_a_directory_whose_only_known_name_another_node_t
         assert await reader.names("d/e") == ["file"]
 
 
-def give_commit(store: MemoryStore, time: int, operation: Operation) -> None:
-    record = record_of(time=time)
-    store.give(commit_key(time, record.writer), commit_of({}, record=record, more=[operation]))
+def give_commit(store: MemoryStore, time: int, *operations: Operation, stored: Sequence[str] = ()) -> None:
+    record = replace(record_of(time=time), stored=list(stored))
+    store.give(commit_key(time, record.writer), commit_of({}, record=record, more=operations))
 
 
 async def test_object_is_asked_for_again_when_another_one_of_its_name_turns_out_to_be_removed(tmp_path: Path) -> None:
@@ -537,6 +537,33 @@ async def test_directories_of_a_name_whose_object_was_replaced_and_removed_are_g
         await m.poll()
         entry = m.parts.namespace.tree.child(ROOT_INODE, b"d")
         assert entry is not None and await m.read_directory(entry.inode) == []
+        assert await m.names() == []
+
+
+@pytest.mark.parametrize("path", ["d", "d/e"])
+async def test_directory_removed_with_the_object_that_replaced_one_of_this_node_is_gone(
+    tmp_path: Path, path: str
+) -> None:
+    """This node commits its object later, and learns only from a LIST that another one had replaced it."""
+    store, clock = MemoryStore(), Clock()
+    store.clock, store.equal_bytes_have_equal_etags = clock, True
+    async with lake(store, tmp_path, clock=clock, pack="never", metadata_ttl_s=NEVER_S) as m:
+        paths = list(dict.fromkeys([path, "d"]))
+        give_commit(store, clock.now_ns, *(Mkdir(each, 0o755, 0, 0, 0) for each in reversed(paths)))
+        await m.poll()
+        assert await m.tree() == dict.fromkeys(paths)
+        await m.write(f"{path}/f", b"here")
+        await m.unlink(f"{path}/f")
+        await m.sync()
+        clock.advance(5)
+        await m.write(f"{path}/f", b"here")  # a commit has to name these bytes, because they were removed before
+        removal = Remove(f"{path}/f", hides=store.give(f"{path}/f", b"there").etag)
+        directories = [Remove(each, directory=True) for each in paths]
+        give_commit(store, clock.now_ns + 1, removal, *directories, stored=[f"{path}/g"])
+        clock.advance(1)
+        await m.sync()
+        await m.poll()
+        assert await m.names(path) == [] and await m.lookup(path) is None
         assert await m.names() == []
 
 

@@ -629,7 +629,8 @@ class Namespace:
         if not await self._take_steps(merge.remove_missing(), directory, prefix):
             return False
         self._touch_listed(directory, merge.changed_ns)
-        is_first = self.tree.listing(directory) is None
+        before = self.tree.listing(directory)
+        is_first, was_outdated = before is None, before is None or not self._whole_ns(directory, before)
         listing, absences = merge.complete(), self._absent.pop(directory) if is_first else None
         if is_first or flat is not None or self._finds_foreign(merge, directory, flight):
             self._looks.reset(directory)
@@ -638,7 +639,7 @@ class Namespace:
         flight.announced |= merge.passed | (merge.kept if is_first else self._outdated.among(directory, merge.kept))
         self._outdated.forget(directory)
         self._outdated.add(directory, *flight.announced)
-        for above, name in self._outdated.name_if_emptied(directory) if is_first else ():
+        for above, name in self._outdated.name_if_emptied(directory) if was_outdated else ():
             self.outdate(above, name)
         if flight.is_stale:
             batch = Batch()
