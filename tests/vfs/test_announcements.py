@@ -958,6 +958,30 @@ async def test_object_that_replaced_bytes_stored_again_is_seen_before_the_next_l
             assert await m.read("f") == b"the third"
 
 
+async def test_object_that_replaced_bytes_stored_again_is_seen_by_its_writer_whose_clock_is_wrong(
+    tmp_path: Path,
+) -> None:
+    """It has not listed its object, and so knows only when it wrote that by its own clock."""
+    store, clock = MemoryStore(), Clock()
+    behind = Clock(clock.now_ns - 30 * SECOND_NS)
+    store.clock, store.equal_bytes_have_equal_etags = clock, True
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never", metadata_ttl_s=NEVER_S) as one,
+        lake(store, tmp_path / "two", clock=behind, pack="never", metadata_ttl_s=NEVER_S) as two,
+    ):
+        await one.write("f", b"first")
+        await announce(one, two)
+        assert await two.names() == ["f"]
+        await rewrite(one, "f", b"first")
+        clock.advance(0.4)
+        behind.advance(0.4)
+        await rewrite(two, "f", b"second")
+        await one.sync()
+        await two.poll()
+        assert (await two.found("f")).size == len(b"second")
+        assert await two.read("f") == b"second"
+
+
 @pytest.mark.parametrize("how", ["renamed", "removed", "replaced"])
 @pytest.mark.parametrize("is_seen", [True, False])
 async def test_object_whose_commit_comes_after_the_removal_of_the_one_that_replaced_it_is_gone(
