@@ -93,9 +93,11 @@ def is_perhaps_replaced(put: Entry, known: Entry) -> bool:
     """Return whether the plain object ``known`` may have replaced the one that a commit has ``put`` at the same key.
 
     The object at the key is the file, whatever its date. Commits do not tell which it is: they come after the objects,
-    and not in the order of these."""
+    and not in the order of these. A row that this node wrote has the time of this machine, whose clock may be wrong."""
     is_other = put.is_plain and known.is_plain and not known.is_local and put.etag != known.etag
-    return is_other and put.stamp > RELOCATED and max(known.stamp, known.ctime_ns) + TOLD_AFTER_NS > put.stamp
+    is_dated = known.is_dated_by_store or known.ctime_ns == known.stamp or known.flags & Flag.ATTRIBUTED
+    is_recent = not is_dated or max(known.stamp, known.ctime_ns) + TOLD_AFTER_NS > put.stamp
+    return is_other and put.stamp > RELOCATED and is_recent
 
 
 class Step(msgspec.Struct):

@@ -27,7 +27,15 @@ import msgspec
 import xxhash
 
 from lakefs_fuse.commits.doubt import Doubt
-from lakefs_fuse.commits.file_rules import NOTHING, RELOCATED, Effect, FileRules, Step, is_perhaps_replaced
+from lakefs_fuse.commits.file_rules import (
+    NOTHING,
+    RELOCATED,
+    TOLD_AFTER_NS,
+    Effect,
+    FileRules,
+    Step,
+    is_perhaps_replaced,
+)
 from lakefs_fuse.commits.path_tree import MOVED_MAX, Carried, PathTree, Replaced, lies_elsewhere
 from lakefs_fuse.commits.record import (
     OWN,
@@ -47,7 +55,7 @@ from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.rows import PathRows
-from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, with_unlisted
+from lakefs_fuse.meta.tombstones import NS, Tombstone, bury, is_put_since, with_unlisted
 from lakefs_fuse.meta.tree import Tree, pack_entry, unpack_entry
 
 FACTS_MAX = 16
@@ -605,8 +613,25 @@ class OrderedRules:
             history = self._begin(step, is_carried)
         else:
             history = self._continue(step, history, is_carried)
+        step.is_outdated = step.is_outdated or self._is_put_beside_removal(step, history)
         if history is not None or known is not None:
             self._changed.append((step, history))
+
+    def _is_put_beside_removal(self, step: Step, history: History | None) -> bool:
+        """Return whether the name is a plain object that the record puts, and another node removed, renamed or replaced
+        another version a moment before: that may have replaced the object, and the record's writer did not know it."""
+        said, current = step.operation, step.current
+        if not self._run or step.tombstone is None or not isinstance(said, Put) or said.object != OWN:
+            return False
+        if current is None or (current.etag, current.stamp) != (said.hides, self._stamp):
+            return False
+        removed = {
+            at
+            for etag, at in step.tombstone.gone
+            if etag != said.hides and at < self._stamp < at + TOLD_AFTER_NS and not is_put_since(said.dated_s, at)
+        }
+        facts = () if history is None else history.facts
+        return not removed <= {fact.stamp for fact in facts if fact.writer == self._record.writer}
 
     def _withdraw(self, step: Step) -> None:
         """Set the name to what it is without the operation, by its history, and have it listed again. Without a history

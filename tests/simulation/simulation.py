@@ -390,9 +390,11 @@ class Simulation:
                     self._put(call, node, path, b"-> " + op.target.encode(), self._shown(node, path))
                     await node.lake.fs.symlink(parent, name, op.target.encode(), os.getuid(), os.getgid())
             case plans.Chmod():
-                await node.lake.setattr(op.path, mode=op.mode)
+                async with self._attributed(node, op.path, call) as inode:
+                    await node.lake.fs.setattr(inode, AttributeChange(mode=op.mode))
             case plans.SetXattr():
-                await node.lake.set_xattr(op.path, "user.simulation", op.value.encode())
+                async with self._attributed(node, op.path, call) as inode:
+                    await node.lake.fs.set_xattr(inode, "user.simulation", op.value.encode())
             case plans.Read():
                 await self._read(node, op.path, call, op.pause_s)
             case plans.List():
@@ -568,6 +570,21 @@ class Simulation:
                 yield handle, entry.inode
                 return
         raise FileError(errno.ESTALE, op.path)
+
+    @asynccontextmanager
+    async def _attributed(self, node: SimulatedNode, path: str, call: _Call) -> AsyncIterator[int]:
+        """The inode of a file whose attributes are set. The commit puts a symbolic link as a whole, also where another
+        node renames or removes it. Raises LakeError."""
+        entry = await node.lake.found(path)
+        if not entry.is_symlink:
+            yield entry.inode
+            return
+        async with self._changing(node, path, call) as (real, _parent, _name):
+            now = node.entry(real)
+            if now is None or now.inode != entry.inode:
+                raise FileError(errno.ESTALE, path)
+            self._put(call, node, real, b"-> " + node.lake.fs.readlink(now.inode), self._shown(node, real))
+            yield now.inode
 
     async def _write(self, node: SimulatedNode, op: plans.Write, call: _Call) -> None:
         new = plans.content_bytes(op.content, op.size)

@@ -983,3 +983,90 @@ async def test_object_that_replaced_bytes_stored_again_is_seen_before_the_next_l
             await m.poll()
             assert (await m.found("f")).size == len(b"the third")
             assert await m.read("f") == b"the third"
+
+
+async def test_object_that_replaced_bytes_stored_again_is_seen_by_its_writer_whose_clock_is_wrong(
+    tmp_path: Path,
+) -> None:
+    """It has not listed its object, and so knows only when it wrote that by its own clock."""
+    store, clock = MemoryStore(), Clock()
+    behind = Clock(clock.now_ns - 30 * SECOND_NS)
+    store.clock, store.equal_bytes_have_equal_etags = clock, True
+    async with (
+        lake(store, tmp_path / "one", clock=clock, pack="never", metadata_ttl_s=NEVER_S) as one,
+        lake(store, tmp_path / "two", clock=behind, pack="never", metadata_ttl_s=NEVER_S) as two,
+    ):
+        await one.write("f", b"first")
+        await announce(one, two)
+        assert await two.names() == ["f"]
+        await rewrite(one, "f", b"first")
+        clock.advance(0.4)
+        behind.advance(0.4)
+        await rewrite(two, "f", b"second")
+        await one.sync()
+        await two.poll()
+        assert (await two.found("f")).size == len(b"second")
+        assert await two.read("f") == b"second"
+
+
+@pytest.mark.parametrize("how", ["renamed", "removed", "replaced"])
+@pytest.mark.parametrize("is_seen", [True, False])
+async def test_object_whose_commit_comes_after_the_removal_of_the_one_that_replaced_it_is_gone(
+    tmp_path: Path, how: str, is_seen: bool
+) -> None:
+    """It has bytes that the name had before, so the node that replaced it could not tell it from those. With
+    ``is_seen`` another node asks for the name between the two commits."""
+    store, clock = MemoryStore(), Clock()
+    store.clock, store.equal_bytes_have_equal_etags = clock, True
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never", metadata_ttl_s=NEVER_S) as (one, two),
+        lake(store, tmp_path / "reader", clock=clock, metadata_ttl_s=NEVER_S) as reader,
+    ):
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await one.symlink("link", "target")
+        await one.sync()
+        await announce(one, two, reader)
+        for m in (one, two, reader):
+            assert await m.names("d") == ["f"]
+        clock.advance(60)
+        await rewrite(one, "d/f", b"first")
+        await rewrite(two, "d/f", b"second")
+        clock.advance(0.4)
+        if how == "removed":
+            await two.unlink("d/f")
+        else:
+            await two.rename(*(("d/f", "e") if how == "renamed" else ("link", "d/f")))
+        await two.sync()
+        if is_seen:
+            await reader.poll()
+            assert await reader.names("d") == ["f"] * (how == "replaced")
+        clock.advance(0.6)
+        await one.sync()
+        for m in (one, two, reader):
+            await m.poll()
+        shown = [await m.names("d") for m in (one, two, reader)]
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert [await fresh.names("d")] * 3 == shown
+    assert how == "replaced" or not any(shown)
+
+
+async def test_file_that_its_remover_makes_again_costs_no_request(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", metadata_ttl_s=NEVER_S) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await announce(one, two)
+        assert await two.names("d") == ["f"]
+        await one.unlink("d/f")
+        await one.sync()
+        await two.poll()
+        assert await two.names("d") == []
+        clock.advance(1)
+        await one.write("d/f", b"second")
+        await one.sync()
+        await announce(one, two)
+        before = len(store.requests)
+        assert (await two.found("d/f")).size == len(b"second")
+        assert asked_since(store, before) == []

@@ -872,6 +872,58 @@ async def test_version_that_is_packed_while_another_directory_comes_to_its_path_
         assert await fresh.tree() == expected
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("gone", ["", "a", "b"])
+async def test_versions_that_are_packed_while_their_names_are_exchanged_change_places(
+    tmp_path: Path, order: str, gone: str
+) -> None:
+    """One commit names each by the path that the other has by then. A third node, which has not heard of the exchange,
+    has renamed one of the files away, so nothing but the other version is at its name."""
+    store, clock = MemoryStore(), Clock()
+    pause, packing = pause_of_commits(), pause_of_commits()
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two),
+        lake(store, tmp_path / "three", clock=clock, pack="always") as three,
+    ):
+        for name in "ab":
+            await two.write(name, name.encode())
+        await two.sync()
+        await one.poll()
+        await three.poll()
+        handles = [await one.open(name, os.O_RDWR | os.O_TRUNC) for name in order]
+        for name, handle in zip(order, handles, strict=True):
+            await one.fs.write(handle, 0, b"new " + name.encode())
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as renamer:
+                store.hook = pause
+                renamer.start_soon(two.rename, "a", "b", RENAME_EXCHANGE)
+                await until(partial(is_sent, store, commits_sent(store) + 1))
+                clock.advance(0.1)
+                if gone:
+                    renamer.start_soon(three.rename, gone, "c")
+                    await until(partial(is_sent, store, commits_sent(store) + 1))
+                    clock.advance(0.1)
+                store.hook = packing
+                for handle in handles:
+                    nursery.start_soon(one.fs.fsync, handle)
+                await reached(packing.reached)
+                pause.resume()
+            await one.poll()
+            packing.resume()
+        expected = {"a": b"new b", "b": b"new a"} | ({"c": gone.encode()} if gone else {})
+        for name, handle in zip(order, handles, strict=True):
+            assert bytes(await one.fs.read(handle, 0, 10)) == b"new " + name.encode()
+            await one.close(handle)
+        for _ in range(2):
+            for m in (one, two, three):
+                await m.sync()
+                await m.poll()
+        for m in (one, two, three):
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
 async def test_version_that_is_packed_while_another_node_removes_the_file_does_not_bring_back_the_one_before(
     tmp_path: Path,
 ) -> None:

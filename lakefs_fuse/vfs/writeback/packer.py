@@ -343,8 +343,9 @@ class Packer:
         """Enqueue a change for files that another node's rename moved while the commit was being sent.
 
         The commit names them by their earlier paths; the change gives these bytes the new names. If another file had
-        come to an earlier path, which the commit replaced, it is back there. Raises CacheError."""
-        builder, doomed = ChangeBuilder(self._ns.tree), list[Deletion]()
+        come to an earlier path, which the commit replaced, it is back there, unless a file of this pack gets that path:
+        an exchange moves both. Raises CacheError."""
+        builder, doomed, moved = ChangeBuilder(self._ns.tree), list[Deletion](), dict[str, tuple[Entry, Extent]]()
         for waiting in batch:
             path = waiting.file.key
             row = self._ns.at(waiting.path) if waiting.path not in ("", path) and not waiting.file.unlinked else None
@@ -358,9 +359,12 @@ class Packer:
                 continue
             hides = self._ns.own_etag(path)
             builder.put(path, row, hides=hides)
-            if not self._put_back(waiting.path, row, packed):
-                builder.remove(waiting.path, row)
+            moved[waiting.path] = row, packed
             doomed += superseded_at(path, hides, is_reserved=path in self._committer.journal.reserved)
+        arrived = {operation.path for operation in builder.operations}
+        for path, (row, packed) in moved.items():
+            if path not in arrived and not self._put_back(path, row, packed):
+                builder.remove(path, row)
         if builder.operations:
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
