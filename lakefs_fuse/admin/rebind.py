@@ -20,6 +20,7 @@ time: what was written is in effect, and a second run continues. Tasks of one tr
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class Rebinder:
         self._lake, self._quick, self._dry_run = lake, quick, dry_run
         self._report, self._note, self._sleep = report, note, sleep
         self.done = Rebound()
-        self._verdicts: dict[tuple[str, str], bool] = {}
+        self._verdicts = OrderedDict[tuple[str, str], bool]()
         """Whether an object is the version with this key and old ETag; the newest `OBJECTS_MAX`."""
         self._whole_same = self._whole_changed = 0
         """Objects stored in one piece whose ETags are as named, and those whose are not."""
@@ -406,7 +407,7 @@ class Rebinder:
             self._note(f"left as it is: {meta.key}: {_why_left(meta, etag, verdict)}")
         self._verdicts[meta.key, etag] = is_version
         if len(self._verdicts) > OBJECTS_MAX:
-            del self._verdicts[next(iter(self._verdicts))]
+            self._verdicts.popitem(last=False)
         return is_version
 
     async def _fetch(self, meta: ObjectMeta, start: int, end: int) -> Buffer:

@@ -23,6 +23,7 @@ import heapq
 import logging
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -105,7 +106,7 @@ class Invalidations:
         self._draining: tuple[ChangedNames, Iterator[tuple[int, bytes]]] | None = None
         """A closed overflow file, and its names that still wait."""
         self._stale: dict[int, None] = {}
-        self._until: dict[int, float] = {}
+        self._until = OrderedDict[int, float]()
         self._again: dict[int, float] = {}
         self._due: list[tuple[float, int]] = []
         self._changed = trio.Event()
@@ -151,8 +152,7 @@ class Invalidations:
         if self._until.get(directory, 0.0) >= until:
             return
         if directory not in self._until and len(self._until) >= DIRECTORIES_MAX:
-            oldest = next(iter(self._until))
-            del self._until[oldest]
+            oldest, _ = self._until.popitem(last=False)
             self._stale[oldest] = None
             self._changed.set()
         self._until[directory] = until

@@ -116,15 +116,17 @@ def upcall(
     name: str,
     *,
     about: About | None = None,
+    reads: bool = False,
     wakes: bool = True,
     ends: Ends = Ends.KEYBOARD,
     parents: tuple[int, ...] = (),
     by_handle: bool = False,
 ) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. A request waits while a commit is applied to the inode or name
-    that it is ``about`` (its first argument, or for a name its first two). The first request after a pause wakes the
-    mount, and waits for its poll, unless the result cannot depend on a poll (not ``wakes``). The library's facts about
-    the request are kept from its arrival. The last three parameters are those of `Kind`."""
+    that it is ``about`` (its first argument, or for a name its first two), and unless it only ``reads`` while one is
+    made of it. The first request after a pause wakes the mount, and waits for its poll, unless the result cannot depend
+    on a poll (not ``wakes``). The library's facts about the request are kept from its arrival. The last three
+    parameters are those of `Kind`."""
     kind = Kind(name, ends, parents, by_handle)
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
@@ -135,7 +137,8 @@ def upcall(
                 if parents:
                     await self.requests.wait_unlocked(kind, args)
                 if about is not None and self.barrier.is_up:
-                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                    subject = args[: 2 if about is About.NAME else 1]
+                    await self.barrier.wait_for(about, *subject, reads=reads)  # type: ignore[arg-type]
                 self.requests.refuse_interrupted()
                 return await handler(self, *args, **kwargs)
 
@@ -258,7 +261,7 @@ class Operations(pyfuse3.Operations):
             self.fs.changed_link_counts.clear()
             await invalidate_attributes(changed)
 
-    @upcall("lookup", about=About.NAME)
+    @upcall("lookup", about=About.NAME, reads=True)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry, fresh_s = await self.fs.lookup(parent_inode, name)
         if entry is not None:
@@ -273,7 +276,7 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         self.upcalls["forget"] += 1
 
-    @upcall("getattr", about=About.INODE)
+    @upcall("getattr", about=About.INODE, reads=True)
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry = await self.fs.stat(inode)
         attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
@@ -309,7 +312,7 @@ class Operations(pyfuse3.Operations):
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
         return await (self._getxattr(inode, name) if name else self._copy_file_range(hooks.copy_request()))
 
-    @upcall("getxattr", about=About.INODE)
+    @upcall("getxattr", about=About.INODE, reads=True)
     async def _getxattr(self, inode: int, name: bytes) -> bytes:
         return self.fs.xattr(inode, os.fsdecode(name))
 
@@ -319,7 +322,7 @@ class Operations(pyfuse3.Operations):
         copied = await self.fs.copy_range(copy.source, copy.offset, copy.target, copy.target_offset, copy.bytes)
         return WRITE_OUT.pack(copied, 0)
 
-    @upcall("listxattr", about=About.INODE)
+    @upcall("listxattr", about=About.INODE, reads=True)
     async def listxattr(self, inode: int, ctx: object) -> Sequence[bytes]:
         return [os.fsencode(name) for name in self.fs.xattr_names(inode)]
 
@@ -333,14 +336,14 @@ class Operations(pyfuse3.Operations):
 
     # -- directories
 
-    @upcall("opendir", about=About.DIRECTORY)
+    @upcall("opendir", about=About.DIRECTORY, reads=True)
     async def opendir(self, inode: int, ctx: object) -> int:
         if Feature.STATELESS_OPENDIR in hooks.granted():
             raise pyfuse3.FUSEError(errno.ENOSYS)  # the kernel sends none again, and keeps listings
         await self.fs.opendir(inode)
         return inode
 
-    @upcall("readdir", about=About.DIRECTORY)
+    @upcall("readdir", about=About.DIRECTORY, reads=True)
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         if not start_id:
             await self.fs.opendir(fh)
@@ -396,7 +399,7 @@ class Operations(pyfuse3.Operations):
         entry = await self.fs.symlink(parent, name, target, ctx.uid, ctx.gid)
         return self._attributes(entry, self.config.metadata_ttl_s)
 
-    @upcall("readlink", about=About.INODE)
+    @upcall("readlink", about=About.INODE, reads=True)
     async def readlink(self, inode: int, ctx: object) -> bytes:
         return self.fs.readlink(inode)
 
@@ -423,8 +426,10 @@ class Operations(pyfuse3.Operations):
 
     # -- files
 
-    @upcall("open", about=About.INODE)
+    @upcall("open", about=About.INODE, reads=True)
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
+        if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+            await self.barrier.wait_for(About.INODE, inode)
         handle = await self.fs.open(inode, flags, ctx.pid)
         if self.requests.is_interrupted():  # the kernel does not know the handle
             await self.fs.release(handle)

@@ -1,10 +1,10 @@
 """The barrier of the tree: requests about names that a large commit changes wait until all of it is applied.
 
 What always holds (*whole commits*): while the barrier is up, no request of the kernel reads one of its names or lists a
-directory that has one; all other requests run between the steps. Every rename and every other commit waits: one further
-up would change the paths that the commit names. One caller raises it at a time, when `wait_lowered` answered. Trio
-thread only. A crash leaves nothing: a commit that was applied in part is not recorded as applied, and a mount applies
-it again before it serves.
+directory that has one; all other requests run between the steps. Names that a copy is made of are frozen instead:
+requests that read them run, too. Every rename and every other commit waits: one further up would change the paths that
+the commit names. One caller raises it at a time, when `wait_lowered` answered. Trio thread only. A crash leaves
+nothing: a commit that was applied in part is not recorded as applied, and a mount applies it again before it serves.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Barrier:
         self._names: set[int] = set()
         self._whole: set[int] = set()
         """Directories in which every name is about to change."""
+        self._frozen_names: set[int] = set()
+        self._frozen: set[int] = set()
+        """Directories in which no name may change."""
+        self._stops_readers = False
         self._lowered = trio.Event()
 
     @property
@@ -53,30 +57,43 @@ class Barrier:
             self._directories.add(directory)
             self._revoke(directory)
 
-    def add_all(self, directory: int) -> None:
+    def add_all(self, directory: int, *, is_frozen: bool = False) -> None:
         """As `add`, for every name in a directory."""
+        if is_frozen:
+            self._frozen.add(directory)
+            self._revoke(directory)
+            return
         self._add_directory(directory)
         self._whole.add(directory)
 
-    def add(self, directory: int, name: bytes) -> None:
-        """Add a name that is about to change, and revoke the leases of its directory."""
+    def add(self, directory: int, name: bytes, *, is_frozen: bool = False) -> None:
+        """Add a name that is about to change, and revoke the leases of its directory. A *frozen* name stays as it is,
+        while others change: requests that read it do not wait, until `stop_readers`."""
+        if is_frozen:
+            self._frozen_names.add(_hash(directory, name))
+            return
         self._add_directory(directory)
         if len(self._names) < NAMES_MAX:
             self._names.add(_hash(directory, name))
 
+    def stop_readers(self) -> None:
+        """Have requests that read frozen names wait as well: what they find out about these changes their rows."""
+        self._stops_readers = True
+
     def has_all(self, directory: int) -> bool:
-        """Whether every name in this directory is behind the barrier."""
-        return directory in self._whole
+        """Whether every name in this directory is behind the barrier, or frozen."""
+        return directory in self._whole or directory in self._frozen
 
     def lower(self) -> None:
         """Lower the barrier: the commit is applied, or will be applied again."""
         self._directories, self._names, self._whole = set(), set(), set()
+        self._frozen_names, self._frozen, self._stops_readers = set(), set(), False
         self._lowered.set()
 
-    async def wait_for(self, about: About, inode: int, name: bytes = b"") -> None:
+    async def wait_for(self, about: About, inode: int, name: bytes = b"", *, reads: bool = False) -> None:
         """Wait until no name or inode of a request is being changed. ``inode`` is the directory's, or the requested
-        one."""
-        while self.is_behind(about, inode, name):
+        one; ``reads``: the request changes neither."""
+        while self.is_behind(about, inode, name, reads=reads):
             await self._lowered.wait()
 
     async def wait_lowered(self) -> None:
@@ -84,17 +101,20 @@ class Barrier:
         while self.is_up:
             await self._lowered.wait()
 
-    def is_behind(self, about: About, inode: int, name: bytes = b"") -> bool:
+    def is_behind(self, about: About, inode: int, name: bytes = b"", *, reads: bool = False) -> bool:
         """Return whether a request would wait; the arguments are those of `wait_for`."""
         if not self._directories:
             return False
+        passes_frozen = reads and not self._stops_readers
         if about is About.DIRECTORY:
-            return inode in self._directories
+            return inode in self._directories or (inode in self._frozen and not passes_frozen)
         if about is About.INODE:
             entry = self._entry(inode)
             if entry is None:
                 return False
             inode, name = entry.parent, entry.name
+        if not passes_frozen and (inode in self._frozen or _hash(inode, name) in self._frozen_names):
+            return True
         if inode in self._whole or len(self._names) >= NAMES_MAX:
             return inode in self._directories
         return _hash(inode, name) in self._names

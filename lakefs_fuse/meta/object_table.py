@@ -11,6 +11,7 @@ crash leaves rows and counts of whole batches.
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -33,7 +34,7 @@ RESERVED_NS = 300 * 1_000_000_000
 """As long as superseded objects stay by default: each node has heard of the end of a name by then, and others of what
 it did before that."""
 RESERVED_MAX = 1 << 16
-"""About 10 MB."""
+"""About 15 MB."""
 
 
 class ObjectRow(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +71,7 @@ class Objects:
     def __init__(self, database: Database) -> None:
         self._db = database
         database.write_shares_by(self._write_shares)
-        self._named: dict[str, int] = {}
+        self._named = OrderedDict[str, int]()
         """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
         self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
         """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table as it is in the
@@ -139,10 +140,10 @@ class Objects:
     def _note_named(self, keys: Iterable[str]) -> None:
         now_ns = self._db.clock.boot_ns()
         for key in keys:
-            self._named.pop(key, None)
             self._named[key] = now_ns
+            self._named.move_to_end(key)
             if len(self._named) > RESERVED_MAX:
-                del self._named[next(iter(self._named))]
+                self._named.popitem(last=False)
 
     def versions(self, key: str) -> Iterator[ObjectRow]:
         """Every version of the object with this key that has a number."""

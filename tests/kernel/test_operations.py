@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
@@ -46,6 +48,41 @@ async def test_a_directory_is_as_new_as_the_ttl_wants_whether_it_is_opened_or_no
         assert [await read(), await read()] == [1, 0]
         clock.advance(TTL_S + 1)
         assert [await read(), await read()] == [1, 0]
+
+
+async def test_requests_about_what_is_being_copied_wait_only_if_they_change_it(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path) as m:
+        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
+        await m.mkdir("d")
+        await m.write("d/file", b"bytes")
+        directory, file = (await m.found("d")).inode, (await m.found("d/file")).inode
+        caller = SimpleNamespace(pid=0, uid=0, gid=0)
+        barrier = m.fs.namespace.tree.barrier
+        barrier.add(ROOT_INODE, b"copy")
+        barrier.add(ROOT_INODE, b"d", is_frozen=True)
+        barrier.add_all(directory, is_frozen=True)
+
+        async def waits(request: Awaitable[object]) -> bool:
+            with trio.move_on_after(0.05) as scope:
+                await request
+            return scope.cancelled_caught
+
+        async def open_file(flags: int) -> None:
+            await m.fs.release((await operations.open(file, flags, caller)).fh)
+
+        assert not await waits(operations.lookup(ROOT_INODE, b"d"))
+        assert not await waits(operations.lookup(directory, b"file"))
+        assert not await waits(operations.getattr(file))
+        assert not await waits(operations.listxattr(file, None))
+        assert not await waits(operations.opendir(directory, None))
+        assert not await waits(open_file(os.O_RDONLY))
+        assert await waits(open_file(os.O_WRONLY))
+        assert await waits(open_file(os.O_RDONLY | os.O_TRUNC))
+        assert await waits(operations.unlink(directory, b"file", caller))
+        assert await waits(operations.create(directory, b"new", 0o644, os.O_WRONLY, caller))
+        assert await waits(operations.setxattr(file, b"user.a", b"1", caller))
+        assert await waits(operations.lookup(ROOT_INODE, b"copy"))
+        barrier.lower()
 
 
 async def test_statfs_counts_in_blocks_and_leaves_an_idle_mount_idle(tmp_path: Path) -> None:

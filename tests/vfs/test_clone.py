@@ -11,11 +11,14 @@ import trio
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.meta.barrier import About
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.ops import clone as cloning
 from lakefs_fuse.vfs.ops import rename
 from tests.fakes import delete_all_due
-from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When, pause_of_commits
 from tests.upload.drafting import reached
 from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import rewrite
@@ -369,6 +372,59 @@ async def test_large_directory_is_copied_in_steps(tmp_path: Path, monkeypatch: p
         await two.poll()
         for node in (one, two):
             assert await node.tree("copy") == {f"copy/{number}": b"%d" % number for number in range(20)}
+
+
+@pytest.mark.parametrize("is_read_anew", [False, True])
+async def test_clone_of_large_directory_holds_back_changes_of_its_source_and_no_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read_anew: bool
+) -> None:
+    """Unless a reader changes rows of the source, which would have the copy planned again and again."""
+    monkeypatch.setattr(rename, "NAMES_AT_ONCE", 8)
+    monkeypatch.setattr(rename, "NAMES_PER_STEP", 3)
+    store, pause = MemoryStore(), pause_of_commits()
+    async with lake(store, tmp_path, pack="always") as m:
+        await m.mkdir("d")
+        await m.mkdir("d/sub")
+        for number in range(20):
+            await m.write(f"d/sub/{number}", b"%d" % number)
+        await m.sync()
+        tree = m.fs.namespace.tree
+        sub, file = (await m.found("d/sub")).inode, await m.found("d/sub/19")
+
+        async def waits(about: About, inode: int, name: bytes = b"", *, reads: bool = True) -> bool:
+            with trio.move_on_after(0.01) as scope:
+                await tree.barrier.wait_for(about, inode, name, reads=reads)
+            return scope.cancelled_caught
+
+        async def change_row() -> None:
+            while not tree.barrier.is_up:
+                await trio.lowlevel.checkpoint()
+            batch = Batch()
+            tree.update(batch, file)
+            m.fs.namespace.database.commit(batch)
+
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.clone, "d", "copy")
+            if is_read_anew:
+                nursery.start_soon(change_row)
+            await reached(pause.reached)
+            reading = [
+                await waits(About.NAME, ROOT_INODE, b"d"),
+                await waits(About.NAME, sub, b"1"),
+                await waits(About.DIRECTORY, sub),
+                await waits(About.INODE, file.inode),
+            ]
+            assert reading == 4 * [is_read_anew]
+            assert await waits(About.NAME, ROOT_INODE, b"d", reads=False)
+            assert await waits(About.NAME, sub, b"new", reads=False)
+            assert await waits(About.INODE, file.inode, reads=False)
+            assert await waits(About.NAME, ROOT_INODE, b"copy")
+            assert await waits(About.DIRECTORY, ROOT_INODE)
+            pause.resume()
+        assert not tree.barrier.is_up
+        files = {f"copy/sub/{number}": b"%d" % number for number in range(20)}
+        assert await m.tree("copy") == {"copy/sub": None, **files}
 
 
 async def test_nothing_is_below_a_file(tmp_path: Path) -> None:

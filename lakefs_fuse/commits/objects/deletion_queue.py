@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -53,7 +53,7 @@ day may be set."""
 GATHER_S = 1.0
 """How long deletions wait for others to share a pass with, unless it is full. The objects are hidden meanwhile."""
 STORED_MAX = 1 << 16
-"""Maximum of stored keys in memory, about 16 MB. Commits of other nodes are heard of within seconds."""
+"""Maximum of stored keys in memory, about 20 MB. Commits of other nodes are heard of within seconds."""
 CAUGHT_UP_S = 60.0
 """Before anything is deleted, all commits that were visible this long ago are in effect here. A rename by a node that
 has not heard of the removal is visible much earlier than the object may be deleted."""
@@ -87,7 +87,7 @@ class DeletionQueue:
         self._clock_ns = clock_ns
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
-        self._stored: dict[str, str] = {}
+        self._stored = OrderedDict[str, str]()
         self.stored_count = 0
         """Number of calls of `note_stored` so far."""
         self._adopted = set[str]()
@@ -130,12 +130,11 @@ class DeletionQueue:
         """Remember in memory that this node stored a plain object at the key of a file, for STORED_MAX keys.
         ``is_adopted``: it belongs to a file of another name, and replaced nothing."""
         self.stored_count += 1
-        self._stored.pop(key, None)
         self._stored[key] = etag
+        self._stored.move_to_end(key)
         self._adopted.discard(key)
         if len(self._stored) > STORED_MAX:
-            oldest = next(iter(self._stored))
-            del self._stored[oldest]
+            oldest, _ = self._stored.popitem(last=False)
             self._adopted.discard(oldest)
         if is_adopted:
             self.note_adopted(key, etag)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -114,7 +115,7 @@ class Namespace:
         self._keep = files.keeps_name
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
-        self._answers: dict[tuple[int, bytes], int] = {}
+        self._answers = OrderedDict[tuple[int, bytes], int]()
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
@@ -496,10 +497,10 @@ class Namespace:
             return []
 
     def _remember_answer(self, directory: int, name: bytes, asked_ns: int) -> None:
-        self._answers.pop((directory, name), None)
         self._answers[directory, name] = asked_ns
+        self._answers.move_to_end((directory, name))
         if len(self._answers) > POINT_ANSWERS_MAX:
-            del self._answers[next(iter(self._answers))]
+            self._answers.popitem(last=False)
 
     async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
         """List a directory unless it was listed within the TTL. Returns for how many seconds the listing counts.

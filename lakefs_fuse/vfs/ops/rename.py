@@ -70,6 +70,8 @@ class _Request(NamedTuple):
     parent: int
     name: bytes
     flags: int = 0
+    is_copy: bool = False
+    """The source stays: it must not change while the copy is planned and committed, and may be read."""
 
     @property
     def is_exchange(self) -> bool:
@@ -161,7 +163,7 @@ class Renames:
         """Read both ends as they are now. Another node may have renamed, replaced or removed the source meanwhile,
         created the new name, or moved one end below the other. Raises FileError as rename(2), and ESTALE if one of them
         must be looked up again: the kernel does that, and renames once more."""
-        source, parent, name, flags = request
+        source, parent, name, flags, _ = request
         now, there = self._ns.tree.child_many([(source.parent, source.name), (parent, name)])
         if now is None:
             raise FileError(errno.ENOENT)
@@ -327,7 +329,7 @@ class Renames:
     async def commit_copy(self, source: Entry, parent: int, name: bytes, planner: Planner, *, replaces: bool) -> None:
         """Commit a copy of a file, or of a directory and all below it, as ``planner`` plans it. With ``replaces`` it
         may replace a file or an empty directory. Raises FileError as `rename`, and LakeError."""
-        request = _Request(source, parent, name, 0 if replaces else RENAME_NOREPLACE)
+        request = _Request(source, parent, name, 0 if replaces else RENAME_NOREPLACE, is_copy=True)
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.hold(there.inode)
 
@@ -387,10 +389,13 @@ class Renames:
                 barrier.lower()
 
     async def _plan_paced(self, read_ends: Callable[[], _Ends], planner: Planner) -> Change:
-        """As `_plan`, behind the barrier, with turns of other tasks. If one of them changed the facts, plan again, the
-        last time without such turns. Errors of ``read_ends`` end the rename."""
-        for _ in range(PLANS_MAX):
+        """As `_plan`, behind the barrier, with turns of other tasks. If one of them changed the facts, plan again, for
+        a copy without turns of those that read its source, the last time without any. Errors of ``read_ends`` end the
+        rename."""
+        for number in range(PLANS_MAX):
             ends = read_ends()
+            if number:
+                self._ns.tree.barrier.stop_readers()
             with self._ns.database.recording() as changed:
                 change = await finish_paced(self._plan(ends, NAMES_PER_STEP, planner))
                 ends = read_ends()
@@ -425,7 +430,7 @@ class Renames:
     def _read_facts(self, ends: _Ends, names_max: int) -> Generator[None, None, RenameFacts]:
         source, target, old, new, request = ends
         is_paced = names_max < sys.maxsize
-        moving = self._below(old, new, source, behind=is_paced)
+        moving = self._below(old, new, source, behind=is_paced, is_frozen=request.is_copy)
         if is_paced:
             self._ns.tree.barrier.add(request.parent, request.name)
         replaced: Iterable[Deletion] = ()
@@ -464,20 +469,22 @@ class Renames:
             if entry.flags & Flag.ATTRIBUTED and entry.is_plain and not entry.stamp:
                 rows.dates[path, entry.etag] = tree.when_put(path, entry.etag)
 
-    def _below(self, old: str, new: str, entry: Entry, *, behind: bool) -> Iterator[tuple[str, str, Entry]]:
+    def _below(
+        self, old: str, new: str, entry: Entry, *, behind: bool, is_frozen: bool = False
+    ) -> Iterator[tuple[str, str, Entry]]:
         """Yield the entry and everything below it, with old and new paths. Files that are not in the store yet are
-        included. With ``behind``, names are put behind the barrier before they are read."""
+        included. With ``behind``, names are put behind the barrier before they are read, or frozen."""
         barrier = self._ns.tree.barrier
         if behind:
-            barrier.add(entry.parent, entry.name)
+            barrier.add(entry.parent, entry.name, is_frozen=is_frozen)
         yield old, new, entry
         if not entry.flags & Flag.DIRECTORY:
             return
         if behind:
-            barrier.add_all(entry.inode)
+            barrier.add_all(entry.inode, is_frozen=is_frozen)
         for path, below in self._ns.tree.below(entry.inode, old):
             if behind and below.flags & Flag.DIRECTORY:
-                barrier.add_all(below.inode)
+                barrier.add_all(below.inode, is_frozen=is_frozen)
             yield path, new + path[len(old) :], below
 
     # -- what is not in the store

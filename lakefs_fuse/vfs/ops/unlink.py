@@ -13,6 +13,7 @@ read, if the cache could keep the bytes. A crash after the change of a name leav
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -43,15 +44,15 @@ AWAY_S_MAX = 5.0
 log = logging.getLogger(__name__)
 
 
-class UnlinkedInodes(dict[int, Entry]):
+class UnlinkedInodes(OrderedDict[int, Entry]):
     """The last entries of inodes whose last name this node removed, and which the kernel may still hold."""
 
     def put(self, entry: Entry) -> None:
         """Remember the entry of an inode whose name was removed, or its new attributes."""
-        self.pop(entry.inode, None)
         self[entry.inode] = entry
+        self.move_to_end(entry.inode)
         if len(self) > INODES_MAX:
-            del self[next(iter(self))]
+            self.popitem(last=False)
 
 
 class Unlinker:
