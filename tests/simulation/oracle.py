@@ -170,6 +170,8 @@ class Oracle:
         """All bytes that were ever at a path, since the beginning."""
         self.met: Counter[str] = Counter()
         """How often something was decided by each rule."""
+        self._asked_about: set[Version] = set()
+        """Versions of which `_may_have_been_there` is being asked."""
         self.hidden: set[bytes] = set()
         """Bytes of names that were files and directories in one round: a directory may hide the file, and no node shows
         where that goes with the directories above."""
@@ -521,10 +523,18 @@ class Oracle:
         return removal.is_certain or not moved or any(self._may_have_been_there(each, tree) for each in moved)
 
     def _may_have_been_there(self, version: Version, tree: Mapping[str, bytes]) -> bool:
-        """It is under its path, or another put may have replaced it, or a removal removed it."""
+        """It is under its path, or another put may have replaced it, or a removal removed it. Renames, of which each
+        may have taken what the next one moved, do not prove one another."""
+        if version in self._asked_about:
+            return False
         others = [each for each in self.versions[version.path] if each is not version and each not in version.known]
-        is_replaced = any(not each.is_withdrawn for each in others)
-        return tree.get(version.path) in self._bytes_of(version) or is_replaced or self._may_be_removed(version, tree)
+        if tree.get(version.path) in self._bytes_of(version) or any(not each.is_withdrawn for each in others):
+            return True
+        self._asked_about.add(version)
+        try:
+            return self._may_be_removed(version, tree)
+        finally:
+            self._asked_about.discard(version)
 
     def may_be_beside(self, path: str, data: bytes) -> bool:
         """These bytes may be kept beside what is at a path: another node put something there that their writer had not
