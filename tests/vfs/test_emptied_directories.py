@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -150,7 +150,11 @@ async def test_name_that_a_commit_outdates_is_asked_about(tmp_path: Path) -> Non
 class LargeLake:
     """A store in which nothing is below any name, and a lake that no single LIST answers for."""
 
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], object] = lambda: None
+
     async def list_page(self, prefix: str, *, token: str | None = None) -> ListPage:
+        self.meanwhile()
         return ListPage((), (), None)
 
     async def flat_listing_above(self, prefix: str, since_ns: int) -> None:
@@ -160,10 +164,22 @@ class LargeLake:
         return True
 
 
+def emptied_directories_of(large: Any, clock: Clock) -> EmptiedDirectories:
+    return EmptiedDirectories(large, large, LookIntervals(TTL_S, None), clock.wall_ns, lambda _: True)
+
+
+async def test_answer_that_a_commit_has_overtaken_is_not_kept() -> None:
+    large = LargeLake()
+    emptied = emptied_directories_of(large, Clock())
+    large.meanwhile = lambda: emptied.forget(1, b"a")
+    assert not await emptied.has_visible_name(1, "", b"a", None)
+    assert await emptied.begin(1, "", [b"a"], None, 0) == (None, set())
+
+
 async def test_answers_about_a_bounded_number_of_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emptied_directories, "NAMES_MAX", 4)
-    large, clock = cast(Any, LargeLake()), Clock()
-    emptied = EmptiedDirectories(large, large, LookIntervals(TTL_S, None), clock.wall_ns, lambda _: True)
+    clock = Clock()
+    emptied = emptied_directories_of(LargeLake(), clock)
     names = [b"a", b"b", b"c"]
     for directory in (1, 2):
         for name in names:

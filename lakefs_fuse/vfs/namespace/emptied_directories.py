@@ -46,8 +46,12 @@ class EmptiedDirectories:
         self._clock_ns, self._is_removed = clock_ns, is_removed
         self._looked: OrderedDict[int, dict[bytes, tuple[int, int]]] = OrderedDict()
         """When it was asked, and for how long that counts, by name, by the directory above."""
-        self._count = self._forgotten = 0
+        self._count = 0
+        """Names in ``_looked``."""
+        self._forgotten = 0
+        """Calls of `forget` so far: an answer to a question that was asked before one is not kept."""
         self._relying: dict[int, None] = {}
+        """Directories whose last listing relied on earlier answers, the latest last."""
 
     async def begin(
         self, directory: int, prefix: str, names: Sequence[bytes], flat: FlatListing | None, since_ns: int
